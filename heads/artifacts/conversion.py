@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
 from ..families import with_article
+from .files import check_is_free
 from .loading import load_drafter
 from .manifest import manifest_of
 from .saving import model_card, save_drafter
@@ -35,11 +36,14 @@ def convert(
     Args:
         checkpoint: see `DrafterSource`.
         target: the model that it was trained for, loaded from a folder or the Hub.
-        folder: where to write; an artifact in its place is replaced.
+        folder: where to write; it must be empty, or not exist.
 
     Raises:
-        ArtifactError: it is an artifact already, or no drafter for this target.
+        ArtifactError: it is an artifact already, or no drafter for this target; or the folder
+            holds something.
     """
+    folder = Path(folder)
+    check_is_free(folder)
     source = DrafterSource.of(checkpoint)
     own = source.kind is SourceKind.IN_TARGET
     if source.kind is not SourceKind.CHECKPOINT and not own:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..core import ArtifactError
+from ..core import ArtifactError, brief
 from ..core.files import flush_folder, flush_to_disk, writing
 from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
@@ -18,9 +19,13 @@ from .files import CARD, MANIFEST, WEIGHTS, card_example, retired_folder
 from .hub import has_page
 from .manifest import Manifest, sha256
 
+logger = logging.getLogger(__name__)
+
 
 def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card: str = "") -> Path:
     """Write an artifact folder; an older one in its place is removed when the new is complete.
+
+    Where a link to a folder stands, the new one takes its place, and the folder of the link stays.
 
     Args:
         manifest: its `weights_sha256` and `adapter_sha256` are filled in, and `adapter_base` where
@@ -54,9 +59,9 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
 def _replace(
     drafter: Drafter, folder: Path, new: Path, old: Path, manifest: Manifest, card: str
 ) -> None:
+    if old.is_dir():  # an earlier save was killed between its two renames, or just after them
+        _remove(old, new) if folder.exists() else old.rename(folder)
     try:
-        if old.is_dir():  # an earlier save was killed between its two renames, or just after them
-            _remove(old, new) if folder.exists() else old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         write_artifact(drafter, new, manifest, card)
@@ -66,13 +71,21 @@ def _replace(
             folder.rename(old)
         new.rename(folder)
         flush_to_disk(folder.parent)
-        if old.is_dir():
-            _remove(old, new)
     except (OSError, SafetensorError):
-        if old.is_dir() and not folder.exists():
+        if old.is_dir():
+            if folder.exists():
+                folder.rename(new)
             old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         raise
+    if old.is_dir():  # the new one is in its place, whether or not the old one can be removed
+        try:
+            _remove(old, new)
+        except OSError as error:
+            logger.warning(
+                "%s is saved; what stood there before cannot be removed (%s): delete %s",
+                folder, brief(error, None), new if new.exists() else old,
+            )  # fmt: skip
 
 
 def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str) -> None:
@@ -91,7 +104,13 @@ def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str
 
 
 def _remove(old: Path, new: Path) -> None:
-    """Delete the old folder under the new one's temporary name, from which nothing is loaded."""
+    """Delete the old folder under the new one's temporary name, from which nothing is loaded.
+
+    Of a link, such as a run's `heads` is, the link alone is deleted, and its folder stays.
+    """
+    if old.is_symlink():
+        old.unlink()
+        return
     shutil.rmtree(new, ignore_errors=True)
     old.rename(new)
     shutil.rmtree(new)

@@ -5,6 +5,7 @@ headstart convert ORG/NAME runs/converted --target ORG/MODEL --allow-pickle
 """
 
 import argparse
+from pathlib import Path
 
 from headstart.inputs import check_name, load_target
 from headstart.terminal import quiet_stdout
@@ -15,7 +16,7 @@ from . import options as shared
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help=shared.ARTIFACT)
-    add("folder", metavar="FOLDER", help="where to write the artifact")
+    add("folder", metavar="FOLDER", type=Path, help="a new folder to write the artifact to")
     add("--target", metavar="MODEL", required=True, help="the model that it was trained for")
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--allow-pickle", action="store_true", help=shared.PICKLE)
@@ -25,8 +26,10 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print the artifact's folder."""
     check_name(options.checkpoint)
     from headstart.heads.artifacts.conversion import convert
+    from headstart.heads.artifacts.files import check_is_free
     from headstart.heads.artifacts.source import DrafterSource
 
+    check_is_free(options.folder)
     target = load_target(options)
     assert target.tokenizer is not None  # loaded together with the target
     with quiet_stdout():

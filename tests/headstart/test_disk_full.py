@@ -65,7 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 WRITERS: dict[str, tuple[Callable[[], Any], str]] = {
     "save": (lambda: save(Path("out/old"), NEW), "out/old"),
-    "convert": (lambda: convert("theirs", tiny("llama"), letters(), "out/old"), "out/old"),
+    "convert": (lambda: convert("theirs", tiny("llama"), letters(), "out/new"), "out/new"),
     "export": (lambda: export_drafter(medusa(NEW), "vllm", "out/new"), "out/new"),
     "merge": (lambda: save_merged(adapted(), "out/new", None), "out/new"),
     "plan": (lambda: write_plan(Path("out/old"), planned("b")), "out/old"),

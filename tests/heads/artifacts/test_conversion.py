@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from headstart.cli import main
 from headstart.heads import ArtifactError, load_drafter
 from headstart.heads.artifacts.conversion import convert
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.artifacts.publish import clean_copy
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.infer import Speculator
-from tests.support.artifacts import save
+from tests.support.artifacts import OLD, save, value_of
 from tests.support.bytewise import save_target
 from tests.support.published_hydra import public
 from tests.support.tiny import VOCAB, one_line, tiny
@@ -100,6 +101,22 @@ def test_what_is_not_converted(target: Any, tmp_path: Path) -> None:
     taken = checkpoint(tmp_path / "theirs")
     with pytest.raises(ArtifactError, match="no name"):
         convert(taken, tiny("llama"), tokenizer, tmp_path / "ours")
-    with pytest.raises(ArtifactError, match="choose another folder"):
-        convert(taken, model, tokenizer, taken)
-    assert (taken / "medusa_lm_head.safetensors").is_file()
+
+
+def test_nothing_is_replaced(
+    target: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trained drafter least of all; the command says so before it loads the target."""
+    model, tokenizer, _ = target
+    theirs, trained = checkpoint(tmp_path / "theirs"), save(tmp_path / "trained")
+    before = (trained / "headstart.json").read_bytes()
+    for taken in (theirs, trained):
+        with pytest.raises(ArtifactError, match="is not empty; choose a new") as caught:
+            convert(theirs, model, tokenizer, taken)
+        one_line(caught.value)
+    assert (theirs / "medusa_lm_head.safetensors").is_file()
+    assert main(["convert", str(theirs), str(trained), "--target", "no such model"]) == 2
+    assert f"{trained} is not empty" in capsys.readouterr().err
+    assert (trained / "headstart.json").read_bytes() == before and value_of(trained) == OLD
+    (tmp_path / "empty").mkdir()
+    assert read_manifest(convert(theirs, model, tokenizer, tmp_path / "empty")).family == "medusa"

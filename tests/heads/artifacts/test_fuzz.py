@@ -71,6 +71,7 @@ def check(folder: Path, foreign: bool, out: Path) -> bool:
         print_description(found, io.StringIO())
     drafter = tried(lambda: load_drafter(folder, target, letters()))
     if foreign:
+        shutil.rmtree(out, ignore_errors=True)
         made = tried(lambda: convert(folder, target, letters(), out))
         assert (made is None) == (drafter is None)
     speculator = tried(lambda: load(target, DrafterSource(folder), tokenizer=letters()))

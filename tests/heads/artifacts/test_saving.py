@@ -143,3 +143,58 @@ def test_nothing_else_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "documents" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
     assert value_of(save(tmp_path / "empty")) == OLD
+
+
+# What stood there before, and the message.
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_link_gives_way_and_its_folder_stays(relative: bool, tmp_path: Path) -> None:
+    """A run's `heads` is such a link, to the folder of the stage that wrote it."""
+    theirs, link = save(tmp_path / "heads-1"), tmp_path / "heads"
+    link.symlink_to(theirs.name if relative else theirs)
+    assert value_of(save(link, NEW)) == NEW
+    assert not link.is_symlink() and value_of(theirs) == OLD
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "heads-1"]
+
+
+def test_a_link_that_a_killed_save_left(tmp_path: Path) -> None:
+    theirs = save(tmp_path / "heads-1")
+    (tmp_path / ".heads.retired").symlink_to(theirs.name)
+    assert value_of(tmp_path / "heads") == OLD
+    assert value_of(save(tmp_path / "heads", NEW)) == NEW and value_of(theirs) == OLD
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "heads-1"]
+
+
+def test_an_old_artifact_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new one is in its place: the save does not fail, and says what is left over."""
+    folder, remove = save(tmp_path / "head"), shutil.rmtree
+
+    def closed(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError("closed")
+        remove(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", closed)
+    assert value_of(save(folder, NEW)) == NEW
+    assert f"{folder} is saved" in caplog.text and f"delete {tmp_path}/.head.partial" in caplog.text
+    monkeypatch.undo()
+    assert value_of(save(folder)) == OLD and os.listdir(tmp_path) == ["head"]
+
+
+def test_an_artifact_that_the_disk_may_not_hold_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After both renames the folder that lists them is flushed; where that fails, the old stays."""
+    folder = save(tmp_path / "head")
+
+    def broken(path: Path) -> None:
+        assert path == tmp_path and value_of(folder) == NEW
+        raise OSError("broken disk")
+
+    monkeypatch.setattr("headstart.heads.artifacts.saving.flush_to_disk", broken)
+    with pytest.raises(OSError, match=r"broken disk.*what stood there is untouched"):
+        save(folder, NEW)
+    assert value_of(folder) == OLD and os.listdir(tmp_path) == ["head"]
