@@ -12,6 +12,7 @@ from torch import Tensor
 from headstart.heads import ArtifactError, OptionError, family, load_drafter
 from headstart.heads.artifacts.export import export_drafter, largest_difference
 from headstart.infer import Speculator
+from tests.support.drafters import deep
 from tests.support.published_eagle import KEPT, random
 from tests.support.published_eagle3 import TARGET, VARIANTS
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
@@ -29,12 +30,14 @@ EXPORTS = {
 }
 
 
-def loaded(name: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+def loaded(
+    name: str, folder: Path, target: Any = None, **said: Any
+) -> tuple[Any, dict[str, Tensor]]:
     variant, tensors = VARIANTS[name], VARIANTS[name].tensors()
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(variant.config))
+    (folder / "config.json").write_text(json.dumps(variant.config | said))
     save_file(tensors, folder / "model.safetensors")
-    return load_drafter(folder, tiny("llama")), tensors
+    return load_drafter(folder, tiny("llama") if target is None else target), tensors
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -170,7 +173,8 @@ def test_other_names_of_norms_mean_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
-    drafter, _ = loaded(name, tmp_path / name)
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    drafter, _ = loaded(name, tmp_path / name, deep(), **ids)
     for form in ("vllm", "sglang", "speculators", "original"):
         if form not in EXPORTS[name]:
             with pytest.raises(ArtifactError) as caught:
@@ -183,7 +187,7 @@ def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
             normed = config["transformer_layer_config"].get("fc_norm", False)
             assert normed == drafter.config.fc_norm
         assert drafter.independent == ("parallel_drafting" in (line or "")) or form != "vllm"
-        again = load_drafter(tmp_path / form, tiny("llama"))
+        again = load_drafter(tmp_path / form, deep())
         assert largest_difference(drafter, again, seed=5) <= 1e-12
         limits = {"max_position_embeddings": 256}  # the target's, which engines ask for
         expected = drafter.config.to_dict()

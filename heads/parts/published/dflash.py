@@ -154,7 +154,7 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         if special:
             remedy = f"train it with drafter.{remedy}, or export it to speculators"
             raise cannot_be_written(form, what, remedy)
-    _check_parts(own, form)
+    _check_parts(drafter, form)
     if form in ("tensorrt-llm", "llama.cpp"):
         _check_causal(own, form)
     second = bool(own.selector_rank)
@@ -202,7 +202,7 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
         if special:
             raise cannot_be_written(form, what, remedy)
     _check_embedding(own, form)
-    _check_parts(own, form)
+    _check_parts(drafter, form)
     _check_causal(own, "speculators")
     if (ids := tensors.pop("vocabulary", None)) is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
@@ -226,8 +226,9 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
     return Checkpoint(config, tensors)
 
 
-def _check_parts(own: Any, form: str) -> None:
-    check_writable(own.feature_layers, form)
+def _check_parts(drafter: Any, form: str) -> None:
+    own = drafter.config
+    check_writable(drafter, form, block=True)
     if own.selector_rank and not own.selector_top_k:
         what = "its selector chooses among all tokens (selector_top_k=0), and theirs among the best"
         raise cannot_be_written(form, what, "train it with drafter.selector_top_k=16")

@@ -101,7 +101,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     own, tensors = drafter.config, dict(drafter.state_dict())
     layer, layers, new = own.layer, list(own.feature_layers), ("vllm", "speculators")
     normed, count = (*new, "sglang", _TENSORRT), len(layers)
-    _check_order(drafter, form)
+    check_writable(drafter, form)
     _check(form, [
         (count != 3, f"it reads {count} layers of the target, expected 3",
          ("vllm", "sglang", "original", _TENSORRT)),
@@ -150,17 +150,6 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     arch = "Eagle3Qwen3ForCausalLM" if layer.get("qk_norm") else "LlamaForCausalLMEagle3"
     config["architectures"] = [arch]
     return Checkpoint(config, _written(tensors, AUTHORS_3))
-
-
-def _check_order(drafter: Any, form: str) -> None:
-    """Refuse an engine that would read other layers of the target, or in another order."""
-    layers = list(drafter.config.feature_layers)
-    check_writable(layers, form)
-    if form == _TENSORRT and (layers != sorted(set(layers)) or layers[0] <= 0 or len(layers) < 2):
-        raise cannot_be_written(
-            form, f"it reads the inputs of the layers {layers}, expected several, each named once, "
-            "in ascending order, after the first", "train it with such drafter.feature_layers",
-        )  # fmt: skip
 
 
 def _written(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:

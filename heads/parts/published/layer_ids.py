@@ -62,13 +62,40 @@ def check_layer_ids(layers: Sequence[int], count: int) -> None:
             )
 
 
-def check_writable(layers: Sequence[int], form: str) -> None:
-    """An ArtifactError where a drafter reads what the last norm returns, which no config names."""
+_SORTED = ("vllm", "speculators", "sglang", "tensorrt-llm")
+"""Forms whose engines hand over each layer's state once, in the order of the layers."""
+
+
+def check_writable(drafter: Any, form: str, block: bool = False) -> None:
+    """An ArtifactError where a form's engine would hand over other states of the target.
+
+    vLLM and TensorRT-LLM sort the layers, and SGLang collects the states while it runs them. SGLang
+    does not collect the last layer's output; it and TensorRT-LLM count by outputs, and the input
+    of the first layer is none of them.
+
+    Args:
+        drafter: bound to its target.
+        block: whether it is a block drafter. SGLang has the first layer's input for others alone;
+            others leave out `fc` in it and in TensorRT-LLM, where they read a single layer.
+    """
+    layers = list(drafter.config.feature_layers)
+    count = drafter.target.config.get_text_config(decoder=True).num_hidden_layers
     if FINAL in layers:
-        raise ArtifactError(
-            f"{form} cannot run this drafter: it reads what the target's last norm returns; "
-            "decode with it here."
-        )
+        what = "what the target's last norm returns"
+    elif form in _SORTED and layers != sorted(set(layers)):
+        what = f"the inputs of the layers {layers}, and gets each once, in ascending order"
+    elif 0 in layers and (form == "tensorrt-llm" or (form == "sglang" and block)):
+        what = "the input of the first layer, which it does not get there"
+    elif count in layers and form == "sglang":
+        what = "the output of the last layer, which it does not get there"
+    elif len(layers) < 2 and not block and form in ("sglang", "tensorrt-llm"):
+        what = "a single layer, whose state is not put through fc there"
+    else:
+        return
+    raise ArtifactError(
+        f"{form} cannot run this drafter: it reads {what}; decode with it here, or train it with "
+        "other drafter.feature_layers."
+    )
 
 
 def ids_by_input(layers: Sequence[int]) -> dict[str, Any]:

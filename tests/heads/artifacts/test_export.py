@@ -32,8 +32,14 @@ def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 OF_LANGUAGE_MODELS = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
-OF_MANY_LAYERS = ("tensorrt-llm", "llama.cpp")
-"""Formats that are tried with a target of more layers than the others."""
+OF_MANY_LAYERS = ("eagle3", "dflash")
+"""Families that are tried with a target of more layers than the others: engines want them in order,
+each once."""
+
+
+def suited(name: str) -> Any:
+    """A target for a family."""
+    return deep() if name in OF_MANY_LAYERS else tiny("qwen3" if name == "mtp" else "llama")
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -138,9 +144,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def test_it_comes_back_with_the_same_logits(
     name: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    target = tiny("qwen3" if name == "mtp" else "llama")
-    if name == "eagle3" and form in OF_MANY_LAYERS:
-        target = deep()
+    target = suited(name)
     drafter = made(name, target, **options)
     tokenizer = letters()
     line = export_drafter(drafter, form, tmp_path / "out", tokenizer)
@@ -190,18 +194,18 @@ HEAD3 = {
 }  # fmt: skip
 ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
     ("eagle3", "vllm"): (
-        TRIMMED, EAGLE3 | ids_by_input([0, 1, 1]),
+        TRIMMED, EAGLE3 | ids_by_input([2, 3, 4]),
         HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
     ),
     ("eagle3", "sglang"): (
-        TRIMMED, EAGLE3 | ids_by_output([0, 1, 1]),
+        TRIMMED, EAGLE3 | ids_by_output([2, 3, 4]),
         HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
     ),
     ("eagle3", "speculators"): (
         TRIMMED,
         {
             "speculators_model_type": "eagle3", "draft_vocab_size": KEPT,
-            "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
+            "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
         },
         HEAD3
         | {"embed_tokens.weight": (VOCAB, SIZE)}
@@ -274,7 +278,7 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
 @pytest.mark.parametrize(("name", "form"), ASKED)
 def test_what_an_engine_asks_for(name: str, form: str, tmp_path: Path) -> None:
     options, settings, tensors = ASKED[name, form]
-    export_drafter(made(name, **options), form.split()[0], tmp_path / "out")
+    export_drafter(made(name, suited(name), **options), form.split()[0], tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: config.get(key) for key in settings} == settings
     found = shapes(tmp_path / "out")
@@ -319,23 +323,57 @@ def test_engines_with_older_transformers_find_a_draft_models_settings(
 
 def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
     """Both conventions lead to the hidden states that the drafter was made for."""
-    target, ids = tiny("llama"), prompts([7])[0]
-    drafter = made("eagle3", feature_layers=[0, 1, 1], **TRIMMED)
+    target, ids = deep(), prompts([7])[0]
+    drafter = made("eagle3", target, feature_layers=[0, 1, 3], **TRIMMED)
     states: list[Any] = []
-    layers = target.model.layers
-    hooks = [layers[i].register_forward_hook(lambda m, a, out: states.append(out)) for i in (0, 1)]
-    with torch.no_grad(), FeatureTap(target, [1]) as tap:
+    hooked = [target.model.layers[i] for i in (0, 2)]
+    hooks = [layer.register_forward_hook(lambda m, a, out: states.append(out)) for layer in hooked]
+    with torch.no_grad(), FeatureTap(target, [1, 3]) as tap:
         target(ids)
         read = tap.take()
     for hook in hooks:
         hook.remove()
-    assert torch.equal(read, states[0])  # the input of layer 1 is the output of layer 0
-    for form, key in (("vllm", [0, 1, 1]), ("sglang", [-1, 0, 0])):
+    assert torch.equal(read, torch.cat(states, -1))  # the input of layer 1 is the output of layer 0
+    for form, key in (("vllm", [0, 1, 3]), ("sglang", [-1, 0, 2])):
         export_drafter(drafter, form, tmp_path / form)
         config = json.loads((tmp_path / form / "config.json").read_text())
         place = config if form == "vllm" else config["eagle_config"]
         assert place["eagle_aux_hidden_state_layer_ids"] == key
-        assert read_layer_ids(config) == [0, 1, 1]
+        assert read_layer_ids(config) == [0, 1, 3]
+
+
+ENGINES = ("vllm", "speculators", "sglang", "tensorrt-llm")
+SORTED: dict[str, str] = dict.fromkeys(ENGINES, "gets each once, in ascending")
+NO_INPUT = "the input of the first layer"
+LAYERS: list[tuple[str, list[int], dict[str, str]]] = [
+    *((n, [2, 3, 4], {}) for n in OF_MANY_LAYERS),
+    *((n, [3, 2, 4], SORTED) for n in OF_MANY_LAYERS),
+    *((n, [2, 2, 4], SORTED) for n in OF_MANY_LAYERS),
+    ("eagle3", [0, 3, 4], {"tensorrt-llm": NO_INPUT}),
+    ("dflash", [0, 3, 4], {"sglang": NO_INPUT, "tensorrt-llm": NO_INPUT}),
+    *((n, [2, 3, 7], {"sglang": "the output of the last layer"}) for n in OF_MANY_LAYERS),
+    ("eagle3", [4], {"speculators": "reads 1 layers", "llama.cpp": "reads 1 layers",
+                     **dict.fromkeys(("sglang", "tensorrt-llm"), "is not put through fc")}),
+    ("dflash", [4], {}),
+    *((n, [2, 3, -1], dict.fromkeys(FORMATS, "the target's last norm")) for n in OF_MANY_LAYERS),
+]  # fmt: skip
+"""Layers of a target that has seven, and what is said in the formats that refuse them."""
+
+
+@pytest.mark.parametrize(("name", "layers", "refused"), LAYERS)
+def test_layers_that_an_engine_hands_over_otherwise(
+    name: str, layers: list[int], refused: dict[str, str], tmp_path: Path
+) -> None:
+    drafter = made(name, deep(), feature_layers=layers)
+    for form in formats_of(name):
+        if form not in refused:
+            export_drafter(drafter, form, tmp_path / form)
+            again = load_drafter(tmp_path / form, deep())
+            assert list(again.config.feature_layers) == layers
+            continue
+        with pytest.raises(ArtifactError) as caught:
+            export_drafter(drafter, form, tmp_path / form)
+        assert refused[form] in one_line(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +396,7 @@ def test_what_a_place_of_a_block_sees(
     form: str, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each engine reads it from settings of its own; where none is set, a layer's type decides."""
-    drafter = made("dflash", layers=2, depths=4, **options)
+    drafter = made("dflash", deep(), layers=2, depths=4, **options)
     export_drafter(drafter, form, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: config.get(key) for key in settings} == settings
@@ -381,7 +419,7 @@ def test_windows_alone_are_one_setting(tmp_path: Path) -> None:
 
 
 def test_d2t_is_an_offset(tmp_path: Path) -> None:
-    drafter = made("eagle3", **TRIMMED)
+    drafter = made("eagle3", deep(), **TRIMMED)
     export_drafter(drafter, "vllm", tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         offsets, mask = file.get_tensor("d2t"), file.get_tensor("t2d")
@@ -399,8 +437,6 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "llama.cpp", {"fc_norm": True}, "fc_norm); export it to vllm"),
         ("eagle3", "speculators", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("eagle3", "llama.cpp", {"feature_layers": [0, 1]}, "reads 2 layers"),
-        ("eagle3", "vllm", {"feature_layers": [0, 1, -1]}, "what the target's last norm returns"),
-        ("dflash", "sglang", {"feature_layers": [1, -1]}, "what the target's last norm returns"),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
         ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
@@ -440,8 +476,6 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
             {"window": 5, "layers": 2, "causal_windows": False},
             "a place sees those after it (causal_windows=false)",
         ),
-        ("eagle3", "tensorrt-llm", {"feature_layers": [2, 1, 1]}, "ascending order"),
-        ("eagle3", "tensorrt-llm", {"feature_layers": [0, 1, 2]}, "after the first"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
         ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
@@ -458,7 +492,8 @@ def test_what_an_engine_cannot_run_is_refused(
     name: str, form: str, options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ArtifactError) as caught:
-        export_drafter(made(name, **options), form, tmp_path / "out")
+        target = deep() if name in OF_MANY_LAYERS else tiny("llama")
+        export_drafter(made(name, target, **options), form, tmp_path / "out")
     assert said in one_line(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -539,7 +574,7 @@ def test_what_stands_in_the_folder_stays(tmp_path: Path) -> None:
 def test_a_wrong_name_is_found_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = made("eagle3")
+    drafter = made("eagle3", deep())
     write = type(drafter).exports["vllm"]
 
     def swapped(each: Any) -> Any:
