@@ -134,8 +134,7 @@ class Eagle3(Eagle):
             known = known | {"feature_layers": published_layers(count)}
         if "lm_head.weight" not in tensors:
             rows = output_rows(target).to("cpu", tensors["norm.weight"].dtype)
-            ids = tensors.get("vocabulary")
-            tensors = tensors | {"lm_head.weight": (rows if ids is None else rows[ids]).clone()}
+            tensors = tensors | {"lm_head.weight": rows.clone()}
         return known, tensors
 
     def bind(self, target: PreTrainedModel) -> Self:

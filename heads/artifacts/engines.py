@@ -14,6 +14,9 @@ from typing import Any
 
 from ..drafter import Drafter
 
+TOKEN_MAP = "token_map.pt"
+"""The file that SGLang reads by `torch.load(…, weights_only=True)`: a list of the target's ids."""
+
 _VLLM = {
     "dflash": "dflash", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa",
     "draft_model": "draft_model", "pard": "draft_model", "mlp_speculator": "arctic",
@@ -53,8 +56,13 @@ def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | Non
     )
     if name == "dflash":  # its config says how many
         return line
+    fetch = ""
+    if name == "eagle" and drafter.draft_vocabulary is not None:
+        if revision:  # SGLang would look for the file on the repository's main branch
+            place, fetch = _downloaded(place, revision, TOKEN_MAP)
+        line = f"{line} --speculative-token-map {shlex.quote(f'{place}/{TOKEN_MAP}')}"
     return (
-        f"{line} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"{fetch}{line} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
 
@@ -97,11 +105,16 @@ def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | 
     )
 
 
-def _downloaded(place: str, revision: str | None) -> tuple[str, str]:
-    """A local folder for an engine that reads no branch of the Hub, and what fetches it there."""
+def _downloaded(place: str, revision: str | None, file: str = "") -> tuple[str, str]:
+    """A local folder for an engine that reads no branch of the Hub, and what fetches it there.
+
+    Args:
+        file: the one that is fetched, by default all.
+    """
     if revision is None:
         return place, ""
-    return "drafter", f"hf download {place} --revision {revision} --local-dir drafter && "
+    what = f"{place} {file}".rstrip()
+    return "drafter", f"hf download {what} --revision {revision} --local-dir drafter && "
 
 
 def _serve_speculators(

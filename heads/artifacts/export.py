@@ -28,7 +28,7 @@ from ..core import ArtifactError
 from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import FAMILIES, family, with_article
-from .engines import FORMATS, serve_line
+from .engines import FORMATS, TOKEN_MAP, serve_line
 from .files import CONFIG, check_is_free, read_json
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
@@ -116,6 +116,8 @@ def _write(
     written = drafter.exports[form](drafter)
     tensors = {name: tensor.contiguous().clone() for name, tensor in written.tensors.items()}
     save_file(tensors, folder / written.file, metadata={"format": "pt"})
+    if written.token_map:
+        torch.save(list(written.token_map), folder / TOKEN_MAP)
     (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
 
 

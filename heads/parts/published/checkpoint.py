@@ -17,6 +17,8 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
+    token_map: tuple[int, ...] = ()
+    """The target ids of a trimmed vocabulary, if the engine reads them from a file of their own."""
 
 
 def embedding_scale(embedding: Any) -> float:

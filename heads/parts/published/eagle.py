@@ -29,6 +29,9 @@ _NAMES |= {  # as SGLang called them first
 }
 
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+HOT = "lm_head.hot_token_ids"
+"""The target ids that a trimmed EAGLE-1 head for SGLang proposes, so that it can be read back.
+SGLang ignores tensors with `lm_head` in their names, and reads the ids from a file of its own."""
 
 
 def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
@@ -45,6 +48,9 @@ def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known["hidden_size"] = len(found["fc.weight"])
     if _OUTPUT in found:
         known["output"] = "own"
+    if (ids := found.pop(HOT, None)) is not None:
+        found["vocabulary"] = ids
+        known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
     return known | {"bias": "fc.bias" in found}, found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import weight_of
+from ...core import output_rows, weight_of
 from .checkpoint import (
     Checkpoint,
     cannot_be_written,
@@ -15,7 +15,7 @@ from .checkpoint import (
     scaled_embeddings,
     speculators_config,
 )
-from .eagle import AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3, with_prefix
+from .eagle import AUTHORS_1, AUTHORS_3, HOT, SPECULATORS_1, SPECULATORS_3, with_prefix
 from .layer_ids import check_writable, ids_by_input, ids_by_output
 from .vocabulary import write_vocabulary
 
@@ -66,11 +66,11 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
     several, scale = layer.get("num_hidden_layers", 1) > 1, scaled_embeddings(drafter)
     _check(form, [
         (drafter.config.output == "own", "its output layer is not its target's", ("speculators",)),
-        (drafter.config.output == "trimmed", "its vocabulary is trimmed", ()),
         (several, "it has several layers", one), *_special(drafter, ("speculators",)),
         (scale and drafter.config.embedding != "own", "it reads its target's embeddings times "
          f"{scale or 1:g}, which others read as they are", ()),
     ])  # fmt: skip
+    hot = _hot_tokens(drafter, tensors, form) if drafter.config.output == "trimmed" else ()
     if form == "vllm" and drafter.config.bias:
         if tensors.pop("fc.bias").any():
             raise cannot_be_written(
@@ -93,7 +93,35 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
         # SGLang, whose fc always has one, takes it for that of attention.
         "bias": "fc.bias" in tensors and form != "sglang",
     }
-    return Checkpoint(config, _written(tensors, AUTHORS_1))
+    return Checkpoint(config, _written(tensors, AUTHORS_1), token_map=hot)
+
+
+def _hot_tokens(drafter: Any, tensors: dict[str, Tensor], form: str) -> tuple[int, ...]:
+    """The target ids that a trimmed drafter proposes, in place of its rows of the output layer.
+
+    SGLang takes these rows from the target's output layer, by FR-Spec (Zhao et al. 2025, arXiv
+    2502.14856).
+
+    Raises:
+        ArtifactError: another form; or the drafter's rows are not the target's.
+    """
+    own = drafter.config
+    if form != "sglang":
+        raise cannot_be_written(
+            form, f"it knows {own.output_size:,} of {own.vocab_size:,} tokens",
+            "export the drafter it was trimmed from, or to sglang",
+        )  # fmt: skip
+    ids, rows = tensors.pop("vocabulary"), tensors.pop("lm_head.weight")
+    whole = output_rows(drafter.target)
+    theirs = whole[ids.to(whole.device)].to(rows)
+    if not torch.allclose(theirs, rows, rtol=0, atol=2**-24):  # float16 drops what is smaller
+        raise cannot_be_written(
+            form, f"its output layer for {own.output_size:,} tokens was trained, or rounded, and "
+            "the engine takes the target's",
+            "trim one with drafter.output=shared, in its target's dtype (headstart trim)",
+        )  # fmt: skip
+    tensors[HOT] = ids
+    return tuple(ids.tolist())
 
 
 def _write_eagle3(drafter: Any, form: str) -> Checkpoint:

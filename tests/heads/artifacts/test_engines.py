@@ -5,8 +5,10 @@ import shlex
 from typing import Any
 
 import pytest
+import torch
 
 from headstart.heads.artifacts.engines import serve_line
+from headstart.heads.artifacts.trimming import trimmed
 from tests.support.drafters import deep, made
 from tests.support.shipped_mtp import HYBRIDS
 from tests.support.tiny import tiny
@@ -70,6 +72,26 @@ def test_a_module_is_put_into_its_targets_checkpoint() -> None:
         "speculators stitch-mtp drafter them/target --output-path stitched && vllm serve stitched "
     )
     assert told(line) == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_sglang_finds_the_tokens_of_a_trimmed_eagle1() -> None:
+    """Of a branch it would look for the file on the main one, so that it is downloaded first."""
+    few = trimmed(made("eagle"), torch.arange(9))
+    line = str(serve_line(few, "sglang", "my runs/it's"))
+    words = shlex.split(line)
+    assert words[words.index("--speculative-token-map") + 1] == "my runs/it's/token_map.pt"
+    line = str(serve_line(few, "sglang", "me/it", "sglang"))
+    fetch, start = line.split(" && ")
+    assert fetch == "hf download me/it token_map.pt --revision sglang --local-dir drafter"
+    assert " --speculative-token-map drafter/token_map.pt " in start
+    assert (
+        " --speculative-draft-model-path me/it --speculative-draft-model-revision sglang" in start
+    )
+    assert "token" not in str(serve_line(made("eagle"), "sglang", "out")).replace(
+        "draft-tokens", ""
+    )
+    in_tensors = trimmed(made("eagle3", deep()), torch.arange(9))  # d2t
+    assert "token-map" not in str(serve_line(in_tensors, "sglang", "out"))
 
 
 def test_tensorrt() -> None:

@@ -13,6 +13,7 @@ from headstart.heads import ArtifactError, family, load_drafter
 from headstart.heads.artifacts.engines import FORMATS
 from headstart.heads.artifacts.export import export_drafter, formats_of, largest_difference
 from headstart.heads.artifacts.merging import save_merged
+from headstart.heads.artifacts.trimming import trimmed
 from headstart.heads.core import FeatureTap
 from headstart.heads.families import FAMILIES
 from headstart.heads.parts.published.layer_ids import ids_by_input, ids_by_output, read_layer_ids
@@ -544,6 +545,32 @@ def test_vllm_makes_no_output_layer_for_eagle1(tmp_path: Path) -> None:
     drafter = cls(config).float().bind(tiny("llama"))
     with pytest.raises(ArtifactError, match="its output layer is not its target's; export"):
         export_drafter(drafter, "vllm", tmp_path / "out")
+
+
+def test_sglang_takes_the_targets_rows_for_the_tokens_of_a_map(tmp_path: Path) -> None:
+    target, ids = tiny("llama"), torch.arange(3, VOCAB, 5)
+    few = trimmed(made("eagle", target), ids)
+    line = export_drafter(few, "sglang", tmp_path / "out")
+    assert f" --speculative-token-map {tmp_path}/out/token_map.pt " in str(line)
+    assert torch.load(tmp_path / "out" / "token_map.pt", weights_only=True) == ids.tolist()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB  # SGLang sizes the head by it before it takes the rows
+    assert not {"hot_vocab_size", "draft_vocab_size"} & config.keys()
+    found = shapes(tmp_path / "out")
+    assert found["lm_head.hot_token_ids"] == ((len(ids),), "I64") and "lm_head.weight" not in found
+    again: Any = load_drafter(tmp_path / "out", target, dtype=torch.float32)
+    assert again.draft_vocabulary.equal(ids) and largest_difference(few, again, seed=7) <= 1e-5
+    # The rows of the whole one: nothing is written beside the weights.
+    export_drafter(made("eagle", target), "sglang", tmp_path / "whole")
+    assert not (tmp_path / "whole" / "token_map.pt").exists()
+    for form in ("vllm", "speculators", "original"):
+        with pytest.raises(ArtifactError, match="knows 13 of 64 tokens; export the drafter it was"):
+            export_drafter(few, form, tmp_path / form)
+    with torch.no_grad():
+        few.lm_head.weight[4, 5] += 1e-3
+    with pytest.raises(ArtifactError, match=r"for 13 tokens was trained.*takes the target's"):
+        export_drafter(few, "sglang", tmp_path / "trained")
+    assert not (tmp_path / "trained").exists()
 
 
 def test_where_engines_look_for_norms(tmp_path: Path) -> None:
