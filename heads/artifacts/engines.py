@@ -42,7 +42,8 @@ def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None)
     method = _VLLM[drafter.config.family_name()]
     line = _vllm(drafter, method, place, tokens, revision)
     if method == "arctic":
-        return f"ARCTIC_INFERENCE_ENABLED=1 {line}"
+        hint = "pip install arctic-inference vllm==0.26.0"  # its only version of vLLM
+        return f"ARCTIC_INFERENCE_ENABLED=1 {line}  # {hint}"
     return f"{line}  # vLLM 0.32 or older" if method == "medusa" else line
 
 

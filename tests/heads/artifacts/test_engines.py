@@ -28,6 +28,9 @@ def test_vllm() -> None:
     }  # fmt: skip
     line = serve_line(made("medusa", heads=3), "vllm", "out")
     assert told(line)["method"] == "medusa" and str(line).endswith("  # vLLM 0.32 or older")
+    line = serve_line(made("mlp_speculator"), "vllm", "out")
+    assert told(line)["method"] == "arctic" and str(line).startswith("ARCTIC_INFERENCE_ENABLED=1 v")
+    assert str(line).endswith("  # pip install arctic-inference vllm==0.26.0")
 
 
 def test_names_with_spaces_are_one_word() -> None:
