@@ -100,6 +100,11 @@ def write_documents(path: Path, lines: Iterable[bytes | memoryview]) -> int:
     return len(ends) - 1
 
 
+def is_indexed(path: Path) -> bool:
+    """Whether `write_documents` wrote a file: its index stands beside it."""
+    return path.is_file() and _index(path).is_file()
+
+
 def _index(path: Path) -> Path:
     return path.with_name(f"{path.stem}.offsets.npy")
 

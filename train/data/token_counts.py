@@ -14,9 +14,10 @@ from torch import Tensor
 from headstart.heads.artifacts.trimming import most_frequent
 from headstart.infer.measure.progress import progress_bar
 
+from .document_files import is_indexed
 from .documents import CorpusError, Document, render_chat
 from .reading import read_documents
-from .training_rows import Rows
+from .training_rows import Rows, holds_shards
 
 _TENTH = 10
 _BATCH = 256  # documents that are encoded at once
@@ -65,7 +66,8 @@ def count_tokens(source: Path, tokenizer: Any, vocabulary: int, **choice: Any) -
     """The counts of a file or folder of text, or of rows that `headstart distill` wrote.
 
     Chats go through the tokenizer's template, if it has one. Of rows only the tokens that are
-    learnt count, which the target has written.
+    learnt count, which the target has written, and of a run's corpus only the documents to train
+    on.
 
     Args:
         vocabulary: V; ids beyond it are left out.
@@ -75,11 +77,12 @@ def count_tokens(source: Path, tokenizer: Any, vocabulary: int, **choice: Any) -
         CorpusError, DistillError: there is no text, or it cannot be read.
     """
     texts: Rows | list[Document]
-    if source.is_dir() and any(source.glob("*.npy")):
+    if holds_shards(source):
         texts = Rows.load(source)
         found = _of_rows(texts)
     else:
-        texts = read_documents(source, answers=True)
+        own = source / "train.jsonl"
+        texts = read_documents(own if is_indexed(own) else source, answers=True)
         found = _of_documents(texts, tokenizer)
     counts = np.zeros((2, vocabulary), np.int64)
     bar = progress_bar(len(texts), "Counting tokens", "text")

@@ -100,6 +100,11 @@ def is_whole(path: Path) -> bool:
     return _beside(path, "json").exists()
 
 
+def holds_shards(folder: Path) -> bool:
+    """Whether a folder holds files of shards, which need not be whole."""
+    return any(folder.glob("*.supervised.npy"))
+
+
 class Rows(Dataset):
     """Training rows, in files or in memory, numbered from 0 in the order of the shards.
 

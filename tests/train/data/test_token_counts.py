@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.train.data.documents import CorpusError
+from headstart.train.data.document_files import document_line, write_documents
+from headstart.train.data.documents import CorpusError, Document
 from headstart.train.data.token_counts import TokenCounts, count_tokens
 from headstart.train.data.training_rows import Row, write_shard
 from tests.support.tiny import VOCAB, letters
@@ -36,6 +37,30 @@ def test_rows_count_what_is_learnt(tmp_path: Path) -> None:
     assert all_of_them[:3].tolist() == [0, 0, 20] and all_of_them[3:23].tolist() == [1] * 20
     assert counts.tenth[[2, 12, 22]].tolist() == [2, 1, 1] and counts.tenth.sum() == 4
     assert counts.coverage(1) == 0.5  # of four tokens two are the most frequent one
+
+
+def test_a_runs_corpus_is_text(tmp_path: Path) -> None:
+    """Its index is a NumPy file, as a shard's files are. What is held out does not count."""
+    tokenizer = letters()
+    for split, text in (("train", "ab"), ("held_out", "c")):
+        lines = [b"".join(document_line(Document(str(n), text))) for n in range(3)]
+        write_documents(tmp_path / f"{split}.jsonl", lines)
+    (tmp_path / "stage.json").write_text('{"name": "corpus"}')
+    assert (tmp_path / "train.offsets.npy").is_file()
+    counts = count_tokens(tmp_path, tokenizer, VOCAB)
+    a, b, c = tokenizer("abc", add_special_tokens=False).input_ids
+    all_of_them = counts.others + counts.tenth
+    assert all_of_them[[a, b, c]].tolist() == [3, 3, 0] and all_of_them.sum() == 6
+
+
+def test_a_folder_of_texts_may_hold_other_arrays(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("aab")
+    (tmp_path / "two.txt").write_text("b")
+    np.save(tmp_path / "features.npy", np.zeros(3))
+    tokenizer = letters()
+    a, b = tokenizer("ab", add_special_tokens=False).input_ids
+    counts = count_tokens(tmp_path, tokenizer, VOCAB)
+    assert (counts.others + counts.tenth)[[a, b]].tolist() == [2, 2]
 
 
 def test_coverage_of_nothing() -> None:
