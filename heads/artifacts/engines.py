@@ -48,7 +48,7 @@ def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None)
 
 
 def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    at = f" --speculative-draft-model-revision {revision}" if revision else ""
+    at = f" --speculative-draft-model-revision {shlex.quote(revision)}" if revision else ""
     name = drafter.config.family_name()
     line = (
         f"python -m sglang.launch_server --model-path {shlex.quote(_target(drafter))} "
@@ -115,7 +115,10 @@ def _downloaded(place: str, revision: str | None, file: str = "") -> tuple[str, 
     if revision is None:
         return place, ""
     what = f"{place} {file}".rstrip()
-    return "drafter", f"hf download {what} --revision {revision} --local-dir drafter && "
+    return (
+        "drafter",
+        f"hf download {what} --revision {shlex.quote(revision)} --local-dir drafter && ",
+    )
 
 
 def _serve_speculators(

@@ -107,22 +107,33 @@ def upload(folder: Path, name: str, private: bool = False) -> str:
     return f"{api.endpoint}/{repository}"
 
 
-def upload_export(folder: Path, name: str, form: str) -> None:
-    """Make a repository's branch `form` what `folder` holds, in one commit.
+def export_branch(form: str, branch: str | None = None) -> str:
+    """The branch of an export, beside the artifact's own: each of these has exports of its own.
 
-    The repository is one that `upload` wrote to. Engines load such a branch by the repository's
-    name and this revision: nothing of the artifact is in it.
+    >>> export_branch("vllm"), export_branch("vllm", "main"), export_branch("vllm", "v2")
+    ('vllm', 'vllm', 'v2-vllm')
+    """
+    return form if branch in (None, "main") else f"{branch}-{form}"
+
+
+def upload_export(folder: Path, name: str, form: str) -> None:
+    """Make a repository's branch for a format what `folder` holds, in one commit.
+
+    The repository is one that `upload` wrote to, under the same name, with its branch if it has
+    one. Engines load the export by the repository's name and `export_branch`: nothing of the
+    artifact is in it.
 
     Raises:
         ArtifactError: as `upload`.
     """
-    repository, api = split_revision(name)[0], HfApi()
+    (repository, own), api = split_revision(name), HfApi()
+    branch = export_branch(form, own)
     with _one_line(f"{repository} cannot be written to"):
-        api.create_branch(repository, branch=form, exist_ok=True)
+        api.create_branch(repository, branch=branch, exist_ok=True)
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
-            revision=form,
+            revision=branch,
             commit_message=f"Upload the drafter as {form} reads it",
             delete_patterns=["*"],
         )

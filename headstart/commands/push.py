@@ -11,7 +11,7 @@ from typing import Any
 
 from headstart.inputs import check_name, load_speculator
 from headstart.licenses import license_id
-from headstart.terminal import quiet_stdout, visible
+from headstart.terminal import UsageError, quiet_stdout, visible
 
 from . import options as shared
 
@@ -20,9 +20,12 @@ _TARGET_NAME = (
     "trained from a folder)"
 )
 
+_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "speculators", "transformers")
+"""Formats of `headstart export`, but `original`, which no engine reads."""
+
 _EXPORT = (
-    "also push it in the formats of other engines, each on its own branch: vllm, sglang, "
-    "tensorrt-llm, llama.cpp, speculators, transformers"
+    "also push it in the formats of other engines, each on its own branch, FORMAT or "
+    f"BRANCH-FORMAT: {', '.join(_ENGINES)}"
 )
 
 
@@ -42,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
     check_name(options.artifact)
-    from headstart.heads.artifacts.hub import upload, upload_export
+    from headstart.heads.artifacts.hub import export_branch, upload, upload_export
     from headstart.heads.artifacts.publish import clean_copy, public_target
     from headstart.heads.core.files import writing
 
-    at = f"@{options.revision}" if options.revision else ""
-    repository = options.repository + at
+    name, branch = _place(options)
+    repository = f"{name}@{branch}" if branch else name
     remedy = "make room there, or set TMPDIR to another folder"
     with tempfile.TemporaryDirectory(prefix="headstart-") as scratch:
         folder, lines = Path(scratch) / "artifact", {}
@@ -56,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             if options.export:
                 target = public_target(options.artifact, options.target_name)
                 with quiet_stdout():
-                    lines = _export(options, Path(scratch), target)
+                    lines = _export(options, Path(scratch), target, name, branch)
             files = clean_copy(
                 options.artifact, folder, repository, options.target_name, options.license, lines
             )
@@ -65,8 +68,9 @@ def run(options: argparse.Namespace) -> int:
             for path in files:
                 print(f"{path.stat().st_size:>14,}  {path.name}")
             for form in options.export:
+                where = f"in the branch {export_branch(form, branch)}"
                 for path in sorted((Path(scratch) / form).iterdir()):
-                    print(f"{path.stat().st_size:>14,}  {path.name} in the branch {form}")
+                    print(f"{path.stat().st_size:>14,}  {path.name} {where}")
             print(f"\nREADME.md\n\n{visible(files[-1].read_text(encoding='utf-8'))}")
             return 0
         with quiet_stdout():
@@ -77,10 +81,39 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str, str]:
-    """Write the exports below `scratch`; returns the lines that start their engines."""
+def _place(options: argparse.Namespace) -> tuple[str, str | None]:
+    """The repository's name, and the branch to push to; None for the main one.
+
+    Raises:
+        UsageError: two branches are given, or one that an export may be on.
+    """
+    from headstart.heads.artifacts.hub import split_revision
+
+    name, branch = split_revision(options.repository)
+    if branch and options.revision and branch != options.revision:
+        raise UsageError(
+            f"{options.repository} and --revision {options.revision} name two branches; give one"
+        )
+    branch = options.revision or branch
+    if branch and any(f"-{branch}".endswith(f"-{form}") for form in _ENGINES):
+        raise UsageError(
+            f"--revision {branch} has the name of a branch that --export writes; expected one that "
+            f"does not end with {' or '.join(_ENGINES)}"
+        )
+    return name, branch
+
+
+def _export(
+    options: argparse.Namespace, scratch: Path, target: str, name: str, branch: str | None
+) -> dict[str, str]:
+    """Write the exports below `scratch`; returns the lines that start their engines.
+
+    Args:
+        name, branch: where the artifact is pushed to.
+    """
     from headstart.heads.artifacts.engines import serve_line
     from headstart.heads.artifacts.export import export_drafter
+    from headstart.heads.artifacts.hub import export_branch
 
     # The drafter is needed, whatever a plan says.
     told = argparse.Namespace(target=options.target, drafter=options.artifact, tree="plain")
@@ -91,15 +124,14 @@ def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str
     lines = {}
     for form in options.export:
         export_drafter(drafter, form, scratch / form, speculator.tokenizer)
-        lines[form] = serve_line(drafter, form, options.repository, form) or ""
+        lines[form] = serve_line(drafter, form, name, export_branch(form, branch)) or ""
     return {form: line for form, line in lines.items() if line}
 
 
 def _formats(text: str) -> list[str]:
-    """Formats of `headstart export`, but `original`, which no engine reads."""
-    known = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "speculators", "transformers")
     found = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for each in found:
-        if each not in known:
-            raise argparse.ArgumentTypeError(f"found {each!r}, expected some of {','.join(known)}")
+        if each not in _ENGINES:
+            told = f"found {each!r}, expected some of {','.join(_ENGINES)}"
+            raise argparse.ArgumentTypeError(told)
     return found

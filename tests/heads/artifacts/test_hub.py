@@ -175,8 +175,8 @@ def machine(hub: Hub, started: tuple[Hub, Machine]) -> Machine:
     return started[1]
 
 
-def push(run: Path, *more: str) -> list[str]:
-    return ["push", str(run / "heads"), PLACE, "--target-name", "me/base", *more]
+def push(run: Path, *more: str, place: str = PLACE) -> list[str]:
+    return ["push", str(run / "heads"), place, "--target-name", "me/base", *more]
 
 
 def generate(run: Path, drafter: str) -> list[str]:
@@ -521,6 +521,43 @@ def test_exports_are_branches_that_engines_load(hub: Hub, machine: Machine, run:
     assert ours[:2] == branch[:2] and ours[1]
     (line,) = machine.errors(push(run, "--export", "sglang"))
     assert "expected one of: vllm" in line
+
+
+def test_exports_of_a_branch_are_branches_of_their_own(
+    hub: Hub, machine: Machine, run: Path
+) -> None:
+    """What the main branch's card points to stays, and so does the artifact that was pushed."""
+    pushed = machine(
+        push(run, "--export", "vllm"),
+        push(run, "--export", "vllm", "--revision", "v2", "--dry-run"),
+        push(run, "--export", "vllm", "--revision", "v2"),
+        push(run, "--export", "vllm", place=f"{PLACE}@v3"),
+    )
+    assert [status for status, _, _ in pushed] == [0] * 4, pushed
+    assert "config.json in the branch v2-vllm" in pushed[1][1]
+    assert '"revision": "v2-vllm"' in pushed[1][1]
+    repository = hub.repositories[PLACE]
+    exports = {"main": "vllm", "v2": "v2-vllm", "v3": "v3-vllm"}
+    assert set(repository.branches) == {*exports, *exports.values()}
+    for branch, export in exports.items():
+        assert "headstart.json" in repository.files(branch)
+        card = repository.files(branch)["README.md"].decode()
+        (line,) = re.findall(r"^vllm serve .*", card, re.MULTILINE)
+        told = json.loads(line.split("'")[1])
+        assert (told["model"], told["revision"]) == (PLACE, export)
+        assert set(repository.files(export)) - {".gitattributes"} == {
+            "config.json", "model.safetensors",
+        }  # fmt: skip
+    before = {name: repository.files(name) for name in repository.branches}
+    lines = machine.errors(
+        push(run, "--revision", "vllm", "--export", "vllm"),
+        push(run, "--revision", "v2-vllm"),
+        push(run, place=f"{PLACE}@sglang"),
+        push(run, "--revision", "v3", place=f"{PLACE}@v2"),
+    )
+    assert all("has the name of a branch that --export writes" in line for line in lines[:3])
+    assert "name two branches" in lines[3]
+    assert {name: repository.files(name) for name in repository.branches} == before
 
 
 _VALIDATE = "import sys, huggingface_hub as hub; hub.ModelCard(sys.stdin.read()).validate()"
