@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import logging
 import platform
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
+from ..core import brief
 from .files import MANIFEST, read_json, unreadable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..drafter import Drafter
+
+logger = logging.getLogger(__name__)
 
 
 def library_versions() -> dict[str, str]:
@@ -78,11 +82,25 @@ def manifest_of(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in an artifact's folder; an ArtifactError where it is missing or damaged."""
+    """The manifest in an artifact's folder, without what a newer headstart says beyond it.
+
+    Raises:
+        ArtifactError: it is missing or damaged, or lacks a field.
+    """
     path = folder / MANIFEST
+    found, every = read_json(path), fields(Manifest)
+    known = {each.name for each in every}
+    required = [e.name for e in every if e.default is MISSING and e.default_factory is MISSING]
+    if missing := [name for name in required if name not in found]:
+        raise unreadable(path, f"it has no {missing[0]}")
+    if more := sorted(found.keys() - known):
+        logger.warning(
+            "%s was written by a newer headstart: what it says of %s is ignored.",
+            path, brief(", ".join(map(repr, more))),
+        )  # fmt: skip
     try:
-        return Manifest(**read_json(path))
-    except (TypeError, StrictDataclassError) as error:
+        return Manifest(**{name: found[name] for name in found if name in known})
+    except StrictDataclassError as error:
         raise unreadable(path, error) from error
 
 

@@ -87,7 +87,7 @@ FILES = [
     config(draft_vocab_size=5),
     config(model_type=5), config(auto_map={"AutoConfig": "x.Y"}), ("config.json", "[" * 100_000),
     ("config.json", "[]"), manifest(family=7), manifest(family="none"), manifest(target=3),
-    manifest(versions=3), manifest(metrics=[]), manifest(weights_sha256=None), manifest(none=1),
+    manifest(versions=3), manifest(metrics=[]), manifest(weights_sha256=None), manifest(trained=[]),
     ("headstart.json", '{"a":' * 50_000), ("headstart.json", b"\xff\xfe"),
     ("model.safetensors", b""), ("model.safetensors", b"\xff" * 64),
 ]  # fmt: skip

@@ -95,6 +95,23 @@ def test_every_flipped_byte_is_seen(tmp_path: Path) -> None:
     assert value_of(folder) == OLD
 
 
+def test_a_manifest_of_a_newer_headstart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fields that are unknown here are ignored, and named; those that are needed must be there."""
+    folder = save(tmp_path / "head")
+    path = folder / "headstart.json"
+    manifest = json.loads(path.read_text())
+    assert value_of(folder) == OLD and "newer" not in caplog.text
+    path.write_text(json.dumps(manifest | {"signature": "x", "energy": {}}))
+    assert value_of(folder) == OLD
+    (told,) = [record.getMessage() for record in caplog.records if "newer" in record.getMessage()]
+    assert told.startswith(f"{path} was written by a newer") and "'energy', 'signature'" in told
+    del manifest["target_fingerprint"]
+    path.write_text(json.dumps(manifest | {"signature": "x"}))
+    assert "cannot be read (it has no target_fingerprint)" in refused(folder)
+    path.write_text(json.dumps(manifest | {"target_fingerprint": 3}))
+    assert "cannot be read" in refused(folder) and "target_fingerprint" in refused(folder)
+
+
 class Bomb:
     """Unpickling it runs code."""
 
