@@ -143,7 +143,7 @@ def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
 
     Args:
         body: whose output it is, and what was measured.
-        note: a last sentence.
+        note: a last sentence; there may be none.
     """
     chat: dict = manifest.trained.get("chat") or {}
     prompt = _PROMPT[chat.get("how") == "template"]
@@ -160,5 +160,5 @@ It drafts several tokens per round, which the target verifies in one forward. {b
 
 {card_example(manifest.target, prompt + _GENERATE)}
 It works only with this target (fingerprint `{manifest.target_fingerprint[:12]}`), which is checked
-when it is loaded. {note}
+when it is loaded.{note and f" {note}"}
 """

@@ -22,13 +22,15 @@ from ..drafter import Drafter
 from ..families import with_article
 from ..parts.vocabulary import TrimmedVocabulary
 from .conditions import drafter_conditions
-from .files import check_is_free
-from .manifest import manifest_of
+from .files import MALFORMED, MANIFEST, check_is_free, unreadable
+from .manifest import Manifest, manifest_of
 from .saving import model_card, save_drafter
 from .source import DrafterSource, SourceKind
+from .training_table import training_table
 
-_BODY = """The output is the target's own. It is `{origin}`, but
-proposes only {size:,} of {whole:,} tokens, the most frequent ones of some text.
+_BODY = """The output is the
+target's own. It has the weights of {base}, and proposes
+{size:,} of {whole:,} tokens, the most frequent ones of some text.
 
 **Nothing was measured** after the others were left out: `headstart plan` and `headstart bench` do
 that."""
@@ -155,7 +157,8 @@ def save_trimmed(
         folder: must be empty, or not exist.
 
     Raises:
-        ArtifactError, OptionError: see `trimmed`; or the folder holds something.
+        ArtifactError, OptionError: see `trimmed`; or the folder holds something; or the source's
+            manifest is damaged.
     """
     folder = Path(folder)
     check_is_free(folder)
@@ -165,6 +168,18 @@ def save_trimmed(
     origin = target.name_or_path if source.kind is SourceKind.IN_TARGET else source.origin
     trained = {**manifest.trained, "drafter": drafter_conditions(new)} if manifest.trained else {}
     manifest = replace(manifest, origin=origin, metrics={}, trained=trained)
-    body = _BODY.format(origin=origin, size=len(ids), whole=new.config.vocab_size)
+    return save_drafter(new, folder, manifest, _card(source, manifest, new))
+
+
+def _card(source: DrafterSource, manifest: Manifest, drafter: Drafter) -> str:
+    """A trimmed drafter's model card, with what its base was trained with."""
+    config: Any = drafter.config
+    base = f"the drafter `{manifest.origin}`"
+    if source.kind is SourceKind.IN_TARGET:
+        base = f"the module in the files of `{manifest.origin}`"
+    body = _BODY.format(base=base, size=config.output_size, whole=config.vocab_size)
     title = f"{with_article(manifest.family).capitalize()} drafter for `{manifest.target}`"
-    return save_drafter(new, folder, manifest, model_card(manifest, title, body, ""))
+    try:
+        return model_card(manifest, title, body + training_table(manifest), "")
+    except MALFORMED as error:
+        raise unreadable(source.folder / MANIFEST, f"`trained` is malformed: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any
 from headstart.heads import Manifest, family
 from headstart.heads.artifacts.files import ACCEPTANCE, PLOT, REPORT_LINK
 from headstart.heads.artifacts.saving import model_card
-from headstart.heads.core import FINAL
+from headstart.heads.artifacts.training_table import training_table
 from headstart.heads.families import with_article
 from headstart.infer import StaticTree
 
@@ -65,7 +65,7 @@ def training_card(
 {table}
 
 The {chosen} chosen by this τ, so expect slightly less on other text of the
-same kind, and still less on text unlike {other_text}.{_taus(measured)}{_trained(manifest)}"""
+same kind, and still less on text unlike {other_text}.{_taus(measured)}{training_table(manifest)}"""
     if pictured:
         body += f"\n\n![Acceptance by depth]({ACCEPTANCE})"
     if plotted:
@@ -106,58 +106,6 @@ def _taus(measured: dict[str, Any]) -> str:
     for tree in dict.fromkeys(tree for tree, _ in cells):
         lines.append(f"| {tree} | {' | '.join(cells.get((tree, t), '') for t in warm)} |")
     return "\n\n" + "\n".join(lines)
-
-
-def _trained(manifest: Manifest) -> str:
-    """What the drafter was trained on and reads, as a table."""
-    found, chat = manifest.trained, manifest.trained.get("chat") or {}
-    if not found:
-        return ""
-    rows = [("target's revision", manifest.target_revision)]
-    if chat.get("how") == "template":
-        thinking = {None: "as the template has it", True: "on", False: "off"}[chat["thinking"]]
-        rows += [
-            ("chat template", f"sha256 `{chat['template_hash'][:12]}` with its settings"),
-            ("thinking", thinking), ("system prompt", chat["system"] or "none"),
-        ]  # fmt: skip
-    else:
-        rows.append(("chats", {"plain": "as plain text", "text": "none"}[chat.get("how", "text")]))
-    rows += _layers(found["drafter"]["layers"])
-    if data := found.get("data"):
-        told, loss = found["rows"], data["target_loss"]
-        counts = f"{told['rows']:,} rows, {told['supervised']:,} tokens supervised"
-        rows += [
-            ("rows", f"{counts}, the longest of {told['longest']:,} tokens"),
-            ("answers", _answers(told)),
-            ("sources", ", ".join(f"`{source}`" for source in data["sources"])),
-            ("written by", "the target" if data["writer"] == "own" else data["writer"]),
-            ("target's loss on them", f"{loss['nats']:.3f} nats per token" if loss else ""),
-        ]  # fmt: skip
-    lines = [f"| {name} | {value} |" for name, value in rows if value]
-    return "\n\n| trained with | |\n|---|---|\n" + "\n".join(lines)
-
-
-def _layers(layers: dict[str, list[int]]) -> list[tuple[str, str]]:
-    """The layers of the target that a drafter reads, in both conventions."""
-    read = layers["by_input"]
-    if not read:
-        return []
-    if all(layer == FINAL for layer in read):
-        return [("reads", "the target's state after its last norm")]
-    return [
-        (name, ", ".join("after the last norm" if of == FINAL else str(i) for i, of in each))
-        for name, each in (
-            ("layers read, by their input", zip(read, read, strict=True)),
-            ("the same by their output", zip(layers["by_output"], read, strict=True)),
-        )
-    ]
-
-
-def _answers(rows: dict[str, Any]) -> str:
-    """How many answers there are, and whether what they begin with is taught."""
-    answers, openings = rows.get("answers") or 0, rows.get("openings") or 0
-    taught = "all" if openings == answers else f"{openings / answers:.1%} of them"
-    return f"{answers:,}, {taught} from their first token on" if answers else ""
 
 
 def _tau(measured: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headstart.heads import ArtifactError, OptionError, load_drafter
+from headstart.heads.artifacts.export import export_drafter
 from headstart.heads.artifacts.manifest import Manifest, fingerprint, read_manifest
 from headstart.heads.artifacts.saving import save_drafter
 from headstart.heads.artifacts.source import DrafterSource
@@ -154,14 +155,37 @@ def test_the_artifact(tmp_path: Path) -> None:
     assert found.metrics == {} and found.origin == str(tmp_path / "whole")
     assert found.trained["drafter"]["vocabulary_sha256"] and found.trained["chat"] == {}
     card = (folder / "README.md").read_text()
-    assert f"only {len(ids):,} of {vocabulary:,} tokens" in card and "Nothing was measured" in card
+    plain = " ".join(card.split())
+    told = f"It has the weights of the drafter `{tmp_path}/whole`, and proposes {len(ids):,} of "
+    assert f"{told}{vocabulary:,} tokens" in plain and "Nothing was measured" in card
+    assert "| trained with | |" in card and "| chats | none |" in card
+    assert not [line for line in card.splitlines() if line != line.rstrip()]
     loaded: Any = load_drafter(folder, model, tokenizer, dtype="auto")
     assert loaded.dtype == torch.bfloat16 and torch.equal(loaded.vocabulary, ids)
     assert json.loads((folder / "config.json").read_text())["output"] == "trimmed"
     with pytest.raises(ArtifactError, match="not empty"):
         save_trimmed(whole, source, tokenizer, ids, folder)
+    path = tmp_path / "whole" / "headstart.json"
+    noted = json.loads(path.read_text())
+    noted["trained"]["data"] = {"sources": []}
+    path.write_text(json.dumps(noted))
+    with pytest.raises(ArtifactError, match=r"headstart.json cannot be read .`trained` is malf"):
+        save_trimmed(whole, DrafterSource(path.parent), tokenizer, ids, tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
     # Once more, to fewer.
     few = DrafterSource(folder)
     fewer = save_trimmed(loaded, few, tokenizer, ids[::2], tmp_path / "fewer")
     again: Any = load_drafter(fewer, model, tokenizer, dtype="auto")
     assert torch.equal(again.lm_head.weight, loaded.lm_head.weight[::2])
+
+
+def test_a_checkpoint_has_no_table(tmp_path: Path) -> None:
+    """Nobody noted what it was trained with."""
+    _, tokenizer = save_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    export_drafter(made("eagle", model), "original", tmp_path / "theirs")
+    theirs = DrafterSource(tmp_path / "theirs")
+    drafter: Any = load_drafter(theirs, model, tokenizer, dtype="auto")
+    few = save_trimmed(drafter, theirs, tokenizer, torch.arange(9), tmp_path / "few")
+    card = (few / "README.md").read_text()
+    assert f"the drafter `{tmp_path}/theirs`" in card and "trained with" not in card
