@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Reached:
     seconds: float = 0.0
     loss: float = 0.0  # the sum of all steps' losses
     prepared: float | None = None  # seconds before the first step; None before it
+    # steps and seconds before the first step of a joint training's second stage; None before it
+    began: Sequence[float] | None = None
 
 
 def finish_checkpoint(folder: Path, spread: Spread, reached: Reached) -> None:

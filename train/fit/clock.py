@@ -46,14 +46,23 @@ class Clock(TrainerCallback):
     def read(self, steps: int, seconds: float) -> None:
         """Take note of the steps and seconds of training so far."""
         self.seconds = seconds
-        self.share = steps / self.max_steps
-        if self.max_seconds is not None:
-            spent, bound = seconds - self.prepared, self.max_seconds - self.prepared
-            self.share = max(self.share, spent / bound if bound > 0 else 1.0)
+        self.share = self._share(steps, seconds)
 
-    def at(self, step: int) -> float:
-        """The share in the middle of the next step: none trains at a rate of zero."""
-        return min(max(self.share, (step + 0.5) / self.max_steps), 1.0)
+    def _share(self, steps: float, seconds: float) -> float:
+        share = steps / self.max_steps
+        if self.max_seconds is None:
+            return share
+        spent, bound = seconds - self.prepared, self.max_seconds - self.prepared
+        return max(share, spent / bound if bound > 0 else 1.0)
+
+    def at(self, step: float, seconds: float | None = None) -> float:
+        """The share in the middle of the step after `step` steps: none trains at a rate of zero.
+
+        Args:
+            seconds: of training before that step; None for the next one.
+        """
+        share = self.share if seconds is None else self._share(step, seconds)
+        return min(max(share, (step + 0.5) / self.max_steps), 1.0)
 
     def factor(self, step: int, since: float = 0.0) -> float:
         """The learning rate's factor at the step that follows `step` steps.

@@ -39,23 +39,25 @@ from .trainer import DrafterTrainer
 logger = logging.getLogger(__name__)
 
 
-def drafter_weight(config: Any, share: float) -> float | None:
+def drafter_weight(config: Any, share: float, since: float | None = None) -> float | None:
     """λ, the weight of the drafter's loss at a share of the training; None while it learns alone.
 
     Args:
         config: of a drafter with an adapter: `heads_first`, `head_weight` and `ramp`. In the second
             stage λ is λ0, or λ0 sin(πs/2) at share s of that stage.
+        since: the share at which the second stage begins; `heads_first` when None.
 
     >>> from headstart.heads.medusa2 import Medusa2Config
     >>> config = Medusa2Config(heads_first=0.5, head_weight=0.2, ramp="sine")
     >>> drafter_weight(config, 0.25), drafter_weight(config, 0.5), drafter_weight(config, 1.0)
     (None, 0.0, 0.2)
     """
-    if share < config.heads_first:
+    since = float(config.heads_first) if since is None else since
+    if share < since:
         return None
     if config.ramp == "constant":
         return config.head_weight
-    stage = (share - config.heads_first) / (1 - config.heads_first)
+    stage = (share - since) / (1 - since)
     return config.head_weight * math.sin(math.pi / 2 * stage)
 
 
@@ -134,17 +136,29 @@ class JointTarget(TargetWithDrafter):
 
 
 class JointTrainer(DrafterTrainer):
-    """Trains a `JointTarget`: the drafter alone, then drafter and adapter."""
+    """Trains a `JointTarget`: the drafter alone, then drafter and adapter.
+
+    A longer training (`train.extend`) whose earlier one had begun the second stage stays in it.
+    """
 
     module: JointTarget
 
     def forward_options(self) -> dict[str, Any]:
         share = self.clock.at(self.state.global_step)
-        return {"weight": drafter_weight(self.module.drafter.config, share)}
+        return {"weight": drafter_weight(self.module.drafter.config, share, self._second_stage())}
 
     def starts_at(self, group: dict[str, Any]) -> float:
+        return self._second_stage() if group["adapter"] else 0.0
+
+    def _second_stage(self) -> float:
+        """The share of the training at which the second stage begins, or has begun.
+
+        Where a shorter schedule began it, that step is an earlier share of this one.
+        """
         config: Any = self.module.drafter.config
-        return config.heads_first if group["adapter"] else 0.0
+        if self.began is None:
+            return config.heads_first
+        return min(config.heads_first, self.clock.at(*self.began))
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Give the adapter parameter groups of its own, marked `adapter`.
@@ -177,6 +191,8 @@ class JointTrainer(DrafterTrainer):
 
     def agree(self, options: dict[str, Any]) -> None:
         self.waiting = options["weight"] is None
+        if not self.waiting and self.began is None:
+            self.began = self.state.global_step, self.clock.seconds
         super().agree(options)
 
     def end_step(self, control: TrainerControl) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ class DrafterTrainer(Trainer):
         )  # fmt: skip
         self.signals, self.stopped, self.progress = StopSignals(), False, progress
         self.loss_total = 0.0  # of all steps so far
+        self.began: Sequence[float] | None = None  # see `Reached`
         self.parts: list[Part] = []  # of the coming step, on this process
         self.futures: Any = None  # an epoch's iterator, where threads read batches
         self.ahead: Iterator = iter(())  # the batches of those futures
@@ -149,7 +150,7 @@ class DrafterTrainer(Trainer):
         resume = from_process_0(last_checkpoint(self.folder))
         reached = read_checkpoint(resume, self.spread()) if resume else Reached()
         self.clock.start(reached.seconds)
-        self.loss_total = reached.loss
+        self.loss_total, self.began = reached.loss, reached.began
         limit = self.spec.feature_cache_mb
         cached = self.module.fill_cache(self.rows, limit, self.progress and is_process_0())
         if self.features is not None and not cached:
@@ -331,7 +332,8 @@ class DrafterTrainer(Trainer):
             flush_folder(folder)
         wait_for_all()
         if self.args.should_save:
-            reached = Reached(self.clock.seconds, self.loss_total, self.clock.prepared)
+            known = self.clock.seconds, self.loss_total, self.clock.prepared
+            reached = Reached(*known, self.began)
             finish_checkpoint(folder, self.spread(), reached)
             keep_only(self.folder, [folder, Path(self.state.best_model_checkpoint or folder)])
 

@@ -25,16 +25,19 @@ from headstart.train import drafter_stage, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts, held_out_texts
 from headstart.train.data.training_rows import Rows
+from headstart.train.fit.clock import Clock
 from headstart.train.fit.joint import (
     JointTarget,
     JointTrainer,
     adapter_loss_change,
     base_kl,
+    drafter_weight,
     text_loss,
 )
 from headstart.train.fit.validate import Validation, measure_tau
 from headstart.train.losses.divergences import forward_kl
 from headstart.train.recipe import Chat, Train, load_recipe
+from headstart.train.stages.kept import continue_from
 from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.support.recipes import TINY
 from tests.support.training import check_same_checkpoints, killed_and_resumed, rows, trainer_of
@@ -307,6 +310,64 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     )
     assert resumed["tau"] == report["tau"]
     check_same_checkpoints(tmp_path, "model.safetensors", ADAPTER_WEIGHTS, "optimizer.pt")
+
+
+OFTEN = replace(SPEC, eval_every=2)
+
+
+def extended(folder: Path, check: Callable[..., Any], short: Path, **options: Any) -> JointTrainer:
+    """A run of 12 steps that goes on after those of `short`."""
+    continue_from(short, folder)
+    return trainer(folder, OFTEN, check, **options)
+
+
+@pytest.mark.parametrize("bound", [None, 3600.0])
+def test_a_longer_training_stays_in_the_second_stage(tmp_path: Path, bound: float | None) -> None:
+    """The adapter learnt in steps 3 and 4 of 4, the first of which is at 2.5 of 12 steps."""
+    options: dict[str, Any] = {"heads_first": 0.5, "ramp": "sine", "head_weight": 0.5}
+    short = tmp_path / "short" / "checkpoints"
+    trainer(short, replace(OFTEN, max_steps=4, max_seconds=bound), **options).fit()
+    run = extended(tmp_path / "long", validate, short, **options)
+    weighed, rates, forward = [], [], run.module.forward
+
+    def weigh(*args: Any, weight: float | None = None, **how: Any) -> Any:
+        groups: Any = run.optimizer.param_groups  # type: ignore[union-attr]
+        rates.append(next(group["lr"] for group in groups if group["adapter"]))
+        weighed.append(weight)
+        return forward(*args, weight=weight, **how)
+
+    run.module.forward = weigh  # type: ignore[method-assign]
+    run.fit()
+    config, since = run.module.drafter.config, 2.5 / 12
+    assert len(weighed) == 8 and drafter_weight(config, 4.5 / 12) is None, "what it would be"
+    assert weighed == [drafter_weight(config, (n + 0.5) / 12, since) for n in range(4, 12)]
+    assert weighed == sorted(weighed) and rates[0] > rates[-1] > 0
+    assert rates == sorted(rates, reverse=True)
+    state = run.optimizer.state  # type: ignore[union-attr]
+    assert {int(state[p]["step"]) for p in run.module.adapter.parameters()} == {10}
+
+
+def test_a_longer_training_that_is_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"heads_first": 0.5, "ramp": "sine", "dropout": 0.2}
+    short = tmp_path / "short" / "checkpoints"
+    trainer(short, replace(OFTEN, max_steps=4), **options).fit()
+    report, resumed = killed_and_resumed(
+        lambda folder, check: extended(folder, check, short, **options), validate, tmp_path
+    )
+    assert resumed["tau"] == report["tau"]
+    check_same_checkpoints(tmp_path, "model.safetensors", ADAPTER_WEIGHTS, "optimizer.pt")
+
+
+@pytest.mark.parametrize("first", [0.4, 0.45, 0.6])
+def test_a_second_stage_that_a_schedule_began_itself_is_where_it_says(first: float) -> None:
+    """By steps and by time, whichever is further: a run that is resumed has the same schedule."""
+    for seconds in (None, 100.0):
+        clock = Clock(10, seconds, 0.1)
+        clock.prepared = 7.0
+        for step in range(10):
+            clock.read(step, 7.0 + 12.0 * step)
+            if clock.at(step) >= first:
+                assert clock.at(step, clock.seconds) == clock.at(step) >= first
 
 
 def test_the_best_checkpoint_has_its_own_adapter(tmp_path: Path) -> None:
