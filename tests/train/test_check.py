@@ -13,12 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads.core import features
 from headstart.train.checks import inspect
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
+from headstart.train.checks.masks import tokenizer_fits
 from headstart.train.checks.overfit import learns_by_heart
 from headstart.train.checks.pace import measure_steps, pace_of
 from headstart.train.data import rendering
@@ -216,6 +217,27 @@ def test_another_tokenizer(home: Path, tmp_path: Path) -> None:
         f for f in wrong(recipe(home, target={"model": str(target)})) if "token" in f.name
     ]
     assert "it is noise to the target" in finding.said
+
+
+@pytest.mark.parametrize("used", ["nowhere", "in the corpus", "in the template"])
+def test_tokens_that_the_target_has_no_embedding_for(home: Path, tmp_path: Path, used: str) -> None:
+    """As the token of pictures in Gemma 3's tokenizer: it matters where it is used."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(home / "target")
+    model: Any = AutoModelForCausalLM.from_pretrained(home / "target").eval()
+    rows = model.get_input_embeddings().weight.shape[0]
+    fill = [f"<unused{n}>" for n in range(rows - len(tokenizer))]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*fill, "<picture>"]})
+    assert tokenizer.convert_tokens_to_ids("<picture>") == rows
+    if used == "in the template":
+        tokenizer.chat_template = "<picture>" + TEMPLATE
+    text = "<picture>" if used == "in the corpus" else ""
+    text += "".join(m["content"] for n in range(9) for m in chat(n)["messages"])
+    finding = tokenizer_fits(tokenizer, model, [torch.tensor(tokenizer(text)["input_ids"])])
+    assert finding.fine == (used == "nowhere"), finding
+    said = "; 1 of its tokens have no embedding, and are in no text"
+    if used != "nowhere":
+        said = f"has token {rows} of its {rows + 1}, and the target's embedding {rows} rows: it is"
+    assert said in finding.said
 
 
 def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:

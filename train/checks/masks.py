@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.core import end_tokens
 
-from ..data.documents import Document, Message, render_chat
+from ..data.documents import ChatTemplateError, Document, Message, render_chat
 from .findings import Finding
 
 _TELLING = 8  # characters of a message that are long enough to be told from chance
@@ -109,10 +109,7 @@ def template_fits(
             )  # fmt: skip
     own: Any = tokenizer.eos_token_id
     ends = end_tokens(target) | ({own} - {None})
-    question = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
-    text = render_chat(tokenizer, question)
-    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    after = _after_answer(tokenizer, list(ids))
+    after = _after_answer(tokenizer, _answered(tokenizer))
     if ends and not ends & set(after):
         names = ", ".join(sorted(tokenizer.convert_ids_to_tokens(sorted(ends))))
         return Finding(
@@ -121,6 +118,13 @@ def template_fits(
             "was trained with another template",
         )  # fmt: skip
     return Finding("chat template", True, "its marks are tokens, and answers end where it stops")
+
+
+def _answered(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a chat of one question, whose answer is `Yes`, as the template writes it."""
+    question = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
+    ids: Any = tokenizer(render_chat(tokenizer, question), add_special_tokens=False)["input_ids"]
+    return list(ids)
 
 
 def _after_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -138,17 +142,20 @@ def tokenizer_fits(
     """The target knows the text in its order from the same tokens in none.
 
     With another tokenizer's ids it does not: they are numbers without meaning to it. (Nor does a
-    target that was never trained.)
+    target that was never trained.) The tokenizer may have tokens that the target has no embedding
+    for, such as a picture's, if neither the texts nor the chat template have them.
 
     Args:
         texts: token ids [T] of the corpus.
     """
     known = target.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
-    if len(tokenizer) > known:
+    every = torch.cat([*texts, _of_template(tokenizer)])
+    largest = int(every.max()) if len(every) else -1
+    if largest >= known:
         return Finding(
             "tokenizer", False,
-            f"it has {len(tokenizer):,} tokens, and the target's embedding {known:,}: it is "
-            "another model's",
+            f"the corpus or the chat template has token {largest:,} of its {len(tokenizer):,}, and "
+            f"the target's embedding {known:,} rows: it is another model's",
         )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     nats = {"own": 0.0, "none": 0.0}
@@ -167,4 +174,15 @@ def tokenizer_fits(
     fine = math.isfinite(own) and none - own >= _GAIN and len(counts) > 1
     if not fine:
         said += ": it is noise to the target, which has another tokenizer, or was hardly trained"
+    elif (more := len(tokenizer) - known) > 0:
+        said += f"; {more:,} of its tokens have no embedding, and are in no text"
     return Finding("tokenizer", fine, said)
+
+
+def _of_template(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The ids [T] of a chat; none without a template, or where that refuses it."""
+    try:
+        ids = _answered(tokenizer) if tokenizer.chat_template else []
+    except ChatTemplateError:
+        ids = []
+    return torch.tensor(ids, dtype=torch.int64)
