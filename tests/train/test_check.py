@@ -240,6 +240,16 @@ def test_tokens_that_the_target_has_no_embedding_for(home: Path, tmp_path: Path,
     assert said in finding.said
 
 
+def test_texts_of_tokens_alone_are_their_tokens(home: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(home / "target")
+    alone = Document("1", "", ids=[[5, 6], [7]])
+    both = replace(Document.chat("2", chat(1)["messages"]), ids=[[5], [6]])
+    made = recipe(home)
+    found = [text.tolist() for text in inspect._texts(made, tokenizer, [alone, both])]
+    (rendered,) = inspect.encode(tokenizer, [both], "auto", made.chat)
+    assert found == [rendered.tolist(), [5, 6, 7]]
+
+
 def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [chat(n, answered=False) for n in range(100)]

@@ -125,7 +125,7 @@ def _prompts(
     context: int | None,
 ) -> Finding:  # fmt: skip
     """Held-out prompts against those that are asked for; of a part of the corpus, by its share."""
-    read = sum(len(d.whole().encode()) for split in documents.values() for d in split)
+    read = sum(document.size for split in documents.values() for document in split)
     there = min(recipe.corpus.max_bytes, corpus_bytes(recipe) or recipe.corpus.max_bytes)
     whole = read < 0.95 * _READ or there <= _READ
     given, remedy = available_prompts(recipe, tokenizer, documents["held_out"], context)
@@ -146,7 +146,11 @@ def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> lis
     """Token ids [T] of some documents, whole up to what the run would read of them."""
     length = recipe.distill.row_tokens
     some = [documents[i] for i in range(min(len(documents), 64))]
-    ids = encode(tokenizer, some, recipe.distill.chat, recipe.chat)
+    rows = encode(tokenizer, some, recipe.distill.chat, recipe.chat)
+    ids = [
+        row if document.text or not document.ids else [*document.ids[0], *document.ids[1]]
+        for document, row in zip(some, rows, strict=True)
+    ]
     longest = sorted(ids, key=len, reverse=True)[:8]
     return [torch.tensor(row[:length], dtype=torch.int64) for row in longest]
 

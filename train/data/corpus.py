@@ -18,7 +18,7 @@ import numpy as np
 from ..recipe import Corpus, Source
 from .document_files import Documents, write_documents
 from .documents import CorpusError, Document
-from .parsing import OPENINGS
+from .parsing import OF_IDS, OPENINGS
 from .reading import SUPPORTED, Skipped, order, read_source, source_name
 from .selection import Spool, choose, hold_out
 from .target_text import sample_documents
@@ -145,13 +145,15 @@ def _names(parts: Sequence[Source]) -> list[str]:
 
 def _counts(skipped: Skipped, duplicates: int) -> dict[str, Any]:
     """What was left out: whole files, rows, equal documents, and turns that open a chat."""
-    openings = skipped.counts[OPENINGS]
+    openings, of_ids = skipped.counts[OPENINGS], skipped.counts[OF_IDS]
     if duplicates:
         logger.info("corpus: %d documents left out that are equal to another", duplicates)
     if openings:
         logger.info("corpus: %d answers that open a chat left out, with no question", openings)
+    if of_ids:
+        logger.info("corpus: %d rows are read by their token ids alone", of_ids)
     counts = {"skipped": len(skipped.files), "skipped_rows": skipped.rows}
-    return counts | {"duplicates": duplicates, OPENINGS: openings}
+    return counts | {"duplicates": duplicates, OPENINGS: openings, OF_IDS: of_ids}
 
 
 def _ended(spec: Corpus, spool: Spool, chosen: np.ndarray) -> bool:

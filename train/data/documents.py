@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_BYTES = 4  # of a token's text, more or less
 _SECONDS = 20  # for a chat template, which is a program of others; real ones take milliseconds
 
 Message = dict[str, Any]
@@ -46,7 +47,8 @@ class Document:
     source: str = ""  # the name of the source in the corpus
     tools: list[Any] | None = None  # of a chat: what its template is told of tools, JSON
     category: str = ""  # of a prompt, such as MT-bench's; only reports read it
-    # the tokens of the prompt and those of the last answer, as they were decoded
+    # the tokens of the prompt and those of the last answer, as they were decoded; where no more is
+    # known, the text is empty
     ids: list[list[int]] | None = None
 
     @classmethod
@@ -65,6 +67,13 @@ class Document:
         """All of it as one text."""
         return self.text + (self.answer or "")
 
+    @property
+    def size(self) -> int:
+        """Bytes of its text; of tokens alone, about as many as theirs would have."""
+        if self.ids is not None and not self.text:
+            return _BYTES * sum(map(len, self.ids))
+        return len(self.whole().encode())
+
     def prompts(self) -> list[Document]:
         """What is to be answered: a chat once for each turn of the assistant, with all before it.
 
@@ -81,9 +90,12 @@ class Document:
         return [replace(self, text=plain_chat(part), messages=part) for part in cut]
 
     def first_prompt(self) -> str:
-        """The text up to the first answer; all of a document that is no chat."""
+        """The text up to the first answer; all of a document that is no chat.
+
+        Of one of tokens alone, the numbers of its prompt's.
+        """
         if self.messages is None:
-            return self.text
+            return self.text or " ".join(map(str, self.ids[0] if self.ids else ()))
         roles = [m["role"] for m in self.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         return "\n\n".join(m["content"] for m in self.messages[:end])

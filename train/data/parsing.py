@@ -30,6 +30,14 @@ _MAY_LACK = {"system", "tools", "input"}  # columns that many rows leave out
 IDS = ("prompt_token_ids", "token_ids")
 """The tokens of a prompt and of its answer, as vLLM calls them."""
 OPENINGS = "answers_without_question"  # in the counts: turns of an assistant that open a chat
+OF_IDS = (
+    "rows_of_ids_alone"  # in the counts: rows whose text cannot be read, but whose tokens are known
+)
+_TEXT = ("text", "input_text", "output_text")  # the types of a message's parts that are text
+
+
+class _PartError(CorpusError):
+    """A message holds more than text."""
 
 
 def parse_row(
@@ -38,6 +46,7 @@ def parse_row(
     source: str = "",
     columns: Mapping[str, str] | None = None,
     counts: Counter[str] | None = None,
+    ids_alone: bool = False,
 ) -> Document:
     """One row of JSON as a Document. Raises CorpusError, without the place.
 
@@ -52,18 +61,30 @@ def parse_row(
     | `text` | a text |
 
     A chat that opens with turns of the assistant loses them, since what they answer is not known:
-    most templates refuse them. `counts` counts these turns.
+    most templates refuse them. `counts` counts these turns. The text parts of a message are joined
+    by line ends, as vLLM joins them.
 
     A row with an answer may also have `prompt_token_ids` and `token_ids`, the tokens of the prompt
     and of the last answer as they were decoded: text that is tokenised again may have others.
 
     Args:
         columns: our names, and what the row calls them; its other columns are then not read.
+        ids_alone: a row with these tokens whose messages cannot be read, for instance since their
+            roles do not take turns, is a document without text. `counts` counts these rows.
     """
     if columns and isinstance(row, dict):
         row = _renamed(row, columns)
-    document = _document(row, id, source, counts)
-    return replace(document, ids=ids) if (ids := _ids(row)) else document
+    ids = _ids(row) if isinstance(row, dict) else None
+    try:
+        return replace(_document(row, id, source, counts), ids=ids)
+    except _PartError:  # what a picture shows is not in its tokens
+        raise
+    except CorpusError:
+        if ids is None or not ids_alone:
+            raise
+    if counts is not None:
+        counts[OF_IDS] += 1
+    return Document(id, "", source=source, ids=ids)
 
 
 def _document(row: Any, id: str, source: str, counts: Counter[str] | None) -> Document:
@@ -113,7 +134,7 @@ def _messages(value: Any, key: str) -> list[Message]:
                 "user, assistant or tool"
             )
         role = _ROLES[role]
-        content = found.get("content", found.get("value"))
+        content = _joined(found.get("content", found.get("value")), f"{key}: message {number}")
         extra = {name: found[name] for name in _OF_TOOLS if found.get(name)}
         if extra:
             extra |= (
@@ -130,6 +151,20 @@ def _messages(value: Any, key: str) -> list[Message]:
             content = _text(content, f"{key}: message {number}")
         messages.append({"role": role, "content": content, **extra})
     return messages
+
+
+def _joined(content: Any, what: str) -> Any:
+    """What a message says: the text of its parts, where it has some."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT or not isinstance(part.get("text"), str):
+            found = f"of the type {kind[:40]}" if isinstance(kind, str) else "without a type"
+            raise _PartError(
+                f"{what} has a part {found}; expected a string, or parts of text alone"
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:

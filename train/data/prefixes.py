@@ -324,7 +324,7 @@ def _by_document(
         rows = encode(tokenizer, [text for _, text in texts], chat, settings)
         found: list[list[np.ndarray]] = [[] for _ in documents]
         for (at, text), row in zip(texts, rows, strict=True):
-            if decoded and text.ids is not None:
+            if text.ids is not None and (decoded or not text.text):
                 row = np.array(text.ids[0], np.int32)
             if tokens is not None and len(row) > tokens:
                 too_long += 1

@@ -43,6 +43,7 @@ class Skipped:
     advice: str = " (corpus.on_error=skip leaves such rows out)"
     files: list[str] = field(default_factory=list)  # names of what is not UTF-8 text
     rows: int = 0
+    ids_alone: bool = True  # whether a row may be its token ids, see `parse_row`
     first: str = ""  # of the rows: the message that names file and line
     counts: Counter[str] = field(default_factory=Counter)  # what `parse_row` left out of rows
 
@@ -52,7 +53,9 @@ def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
 
     Without `answers` they are prompts: a chat ends with the user's last turn.
     """
-    found = read_source(Source(source=str(source)), Skipped(advice=""))  # there is no such setting
+    found = read_source(
+        Source(source=str(source)), Skipped(advice="", ids_alone=False)
+    )  # no such setting
     documents = sorted(found, key=lambda document: order(document.id))
     return documents if answers else [document.prompts()[-1] for document in documents]
 
@@ -189,7 +192,8 @@ def _documents(
         try:
             if isinstance(row, CorpusError):
                 raise row
-            document = parse_row(row, id, called, source.columns, skipped.counts)
+            columns, ids_alone = source.columns, skipped.ids_alone
+            document = parse_row(row, id, called, columns, skipped.counts, ids_alone)
             category = row.get("category")
             yield replace(document, category=category) if isinstance(category, str) else document
         except CorpusError as error:

@@ -68,7 +68,7 @@ class Spool:
             "<Q", blake2b(prompt.encode(), digest_size=8, key=self.salt).digest()
         )
         digest = struct.unpack("<QQ", blake2b(content, digest_size=16).digest())
-        size, length = len(document.whole().encode()), len(head) + len(content)
+        size, length = document.size, len(head) + len(content)
         self.packed += _PACK(key, *digest, group, self.bytes_written, length, size, source)
         self.file.write(head)
         self.file.write(content)

@@ -13,7 +13,10 @@ from headstart.train.data.documents import CorpusError, Document
 from headstart.train.data.earlier import add_earlier
 from headstart.train.data.parsing import parse_row
 from headstart.train.data.prefixes import DistillError, held_out_prompts
+from headstart.train.data.reading import read_documents
+from headstart.train.data.rendering import ChatRenderer
 from headstart.train.data.training_rows import Rows
+from headstart.train.data.writers.replay import Replay
 from headstart.train.recipe import Corpus, Distill
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
@@ -46,6 +49,61 @@ def test_a_row_is_the_tokens_and_not_the_text(tmp_path: Path) -> None:
     taught = {tuple(r.tokens.tolist()): r.supervised.tolist() for r in map(found.row, range(2))}
     assert taught[5, 6, 7, 8, 9] == [False] * 3 + [True] * 2
     assert taught[5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 8, 9] == [False] * 3 + [True] * 9
+
+
+GIVEN = {"prompt_token_ids": [5, 6, 7], "token_ids": [8, 9]}
+NO_CHAT = [  # what a log of a server may hold, and no chat does
+    [CHAT[0], *CHAT], [{"role": "user", "content": ""}, CHAT[1]], [], [CHAT[0], {"role": "x"}],
+    [CHAT[0], {"role": "assistant", "content": None}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", NO_CHAT, ids=range(len(NO_CHAT)))
+def test_messages_that_are_no_chat_need_the_tokens(tmp_path: Path, messages: list[Any]) -> None:
+    """In a corpus alone: a prompt that is to be shown needs its text."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages, **GIVEN}) + "\n")
+    counts = build_corpus(Corpus(source=str(path), held_out=0.0), tmp_path / "corpus")
+    assert counts["rows_of_ids_alone"] == 1 and counts["train_bytes"] == 4 * 5
+    documents = load_documents(tmp_path / "corpus", "train")
+    assert rows_of(documents, tmp_path / "rows").row(0).tokens.tolist() == [5, 6, 7, 8, 9]
+    with pytest.raises(CorpusError, match=r"rows\.jsonl line 1: "):
+        read_documents(path)
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(CorpusError, match=r"rows\.jsonl line 1: "):
+        build_corpus(Corpus(source=str(path)), tmp_path / "corpus")
+
+
+def test_rows_of_tokens_alone_are_prompts_and_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"messages": NO_CHAT[0], "prompt_token_ids": [n // 2, 1], "token_ids": [n]}
+        for n in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_corpus(Corpus(source=str(path), held_out=0.3), tmp_path / "corpus")
+    train = load_documents(tmp_path / "corpus", "train")
+    held_out = load_documents(tmp_path / "corpus", "held_out")
+    assert len(held_out) >= 6
+    groups = [{d.ids[0][0] for d in split if d.ids} for split in (train, held_out)]
+    assert not groups[0] & groups[1], "equal prompts are held out together"
+    tokenizer = chat_tokenizer(CHATML, END)
+    for decoded in (True, False):  # there is nothing else to render
+        found = held_out_prompts(tokenizer, held_out, 1, 9, prefix="prompt", decoded=decoded)
+        assert found[0].tokens.tolist()[1:] == [1]
+    spec = Distill(prefix="prompt", new_tokens=2)
+    asked = Replay(train[0], ChatRenderer(tokenizer), spec, set()).ask()
+    assert asked is not None and asked.tokens == (train[0].ids or [[]])[0]
+
+
+def test_parts_of_text_are_joined_and_others_refused() -> None:
+    parts = [{"type": "text", "text": "who"}, {"type": "input_text", "text": "are you?"}]
+    row = {"messages": [{"role": "user", "content": parts}, CHAT[1]]}
+    assert parse_row(row, "1").messages == [{"role": "user", "content": "who\nare you?"}, CHAT[1]]
+    for part, found in (({"type": "image_url"}, "of the type image_url"), ("x", "without a type")):
+        row = {"messages": [{"role": "user", "content": [*parts, part]}, CHAT[1]], **GIVEN}
+        with pytest.raises(CorpusError, match=f"messages: message 1 has a part {found}; expected"):
+            parse_row(row, "1", ids_alone=True)  # what a picture shows is not in its tokens
 
 
 def test_held_out_prompts_are_those_that_were_decoded() -> None:

@@ -133,6 +133,8 @@ class Replay:
 
     def _prompt(self) -> list[int]:
         if self.document.messages is None:
+            if self.document.ids and not self.document.text:
+                return list(self.document.ids[0])
             return self.renderer.tokenizer(self.document.text, verbose=False)["input_ids"]
         try:
             return self.renderer.prompt(self.history, self.document.tools)
