@@ -30,9 +30,7 @@ _MAY_LACK = {"system", "tools", "input"}  # columns that many rows leave out
 IDS = ("prompt_token_ids", "token_ids")
 """The tokens of a prompt and of its answer, as vLLM calls them."""
 OPENINGS = "answers_without_question"  # in the counts: turns of an assistant that open a chat
-OF_IDS = (
-    "rows_of_ids_alone"  # in the counts: rows whose text cannot be read, but whose tokens are known
-)
+OF_IDS = "rows_of_ids_alone"  # in the counts: rows of known tokens whose text cannot be read
 _TEXT = ("text", "input_text", "output_text")  # the types of a message's parts that are text
 
 

@@ -53,9 +53,8 @@ def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
 
     Without `answers` they are prompts: a chat ends with the user's last turn.
     """
-    found = read_source(
-        Source(source=str(source)), Skipped(advice="", ids_alone=False)
-    )  # no such setting
+    skipped = Skipped(advice="", ids_alone=False)  # there is no such setting
+    found = read_source(Source(source=str(source)), skipped)
     documents = sorted(found, key=lambda document: order(document.id))
     return documents if answers else [document.prompts()[-1] for document in documents]
 
