@@ -247,6 +247,13 @@ def test_an_answer_of_nothing_is_counted_and_not_written(
     assert not taught and (counts.kept, counts.empty) == (0, 2)
 
 
+@pytest.mark.parametrize("choice", [{}, {"message": {"content": ["x"]}, "finish_reason": "stop"}])
+def test_an_answer_of_another_shape_is_refused(tmp_path: Path, choice: dict[str, Any]) -> None:
+    with pytest.raises(DistillError, match="JSON that is no chat completion") as error:
+        answered(tmp_path, lambda _: choice)
+    one_line(error.value)
+
+
 def test_an_empty_answer_ends_the_chat_before_its_question(tmp_path: Path) -> None:
     def choice(messages: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"content": "yes"} if len(messages) == 1 else NOTHING

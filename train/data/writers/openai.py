@@ -171,6 +171,7 @@ class ServerWriter:
             choice = found["choices"][0]
             message, reason = choice["message"], choice["finish_reason"]
             text = message.get("content") or ""
+            said = bool(text.strip())
             thought = message.get("reasoning_content") or message.get("reasoning")
             calls = message.get("tool_calls")
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -180,9 +181,9 @@ class ServerWriter:
             ) from None
         ended = reason != "length"
         if not ended and not self.server.token_ids:  # the end of what was cut would be written too
-            calls, thought = None, thought if text.strip() else None
+            calls, thought = None, thought if said else None
         answer: dict[str, Any] = {"text": "", "ended": ended, "tokens": 0}
-        if reason == "content_filter" or not (text.strip() or thought or calls):
+        if reason == "content_filter" or not (said or thought or calls):
             return answer  # a filter cuts or replaces what the target wrote
         if thought:
             text = f"<think>\n{thought}\n</think>\n\n{text.lstrip()}"
