@@ -86,7 +86,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts, plan.context))
-    found.findings += corpus_ends(recipe, corpus_bytes(recipe), read | {"max_bytes": part})
+    found.findings += corpus_ends(recipe, corpus_bytes(recipe), part, read)
     texts = _texts(recipe, tokenizer, documents["train"])
     trained_here = recipe.target.scratch is not None
     found.findings.append(

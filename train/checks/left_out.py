@@ -10,15 +10,18 @@ from ..recipe import Recipe
 from .findings import Finding
 
 
-def corpus_ends(recipe: Recipe, size: int | None, counts: dict[str, Any]) -> list[Finding]:
+def corpus_ends(
+    recipe: Recipe, size: int | None, part: int, counts: dict[str, Any]
+) -> list[Finding]:
     """A note where `corpus.max_bytes` leaves documents out, or may do so.
 
     Args:
         size: bytes of the corpus' files, where they are known.
-        counts: what `build_corpus` counted in a sample of at most `counts["max_bytes"]` bytes.
+        part: bytes of text that a sample has at most.
+        counts: what `build_corpus` counted in that sample.
     """
     bound = recipe.corpus.max_bytes
-    if counts["max_bytes"] == bound:
+    if part == bound:
         said = cut_short(recipe.corpus, counts)
     else:  # the sample ends earlier, and a document's text is shorter than its row
         more = size is not None and size > bound

@@ -312,7 +312,7 @@ class Decode:
     # one of those whose text is that of plain decoding
     rule: str = one_of(*(name for name, rule in RULES.items() if rule.same_text))
     # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
-    # at most distill.prefix_tokens), or "window"
+    # at most distill.prefix_tokens, given ones as distill.max_length allows), or "window"
     prefix: str = one_of("same", "window")
     prompts: int = positive(24)
     prefix_tokens: int = positive(64)  # of a window or a start
