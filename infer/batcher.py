@@ -43,6 +43,7 @@ class _Job:
     Attributes:
         manner: how it is decoded beside others; None for one that is decoded by itself.
         alike: equal for requests that are decoded in the same manner.
+        begun: when it was taken into a batch, of `time.perf_counter`.
         pieces: of its text, or the error that ended all that were decoded with it.
         turn: set once it may be decoded by itself; done: once it has been.
     """
@@ -50,6 +51,7 @@ class _Job:
     prompt: Prompt | None = None
     manner: Manner | None = None
     alike: Hashable = None
+    begun: float = 0.0
     pieces: SimpleQueue[Piece | Exception] = field(default_factory=SimpleQueue)
     stopped: bool = False
     turn: threading.Event = field(default_factory=threading.Event)
@@ -89,7 +91,7 @@ class Batcher(DecodingMethod):
         rows: requests that are decoded together, at most.
 
     Attributes:
-        stats: what the calling thread's last request did. Its time includes waiting for a row.
+        stats: what the calling thread's last request did, without the time that it waited.
 
     Raises:
         OptionError: rows is below 1.
@@ -151,7 +153,7 @@ class Batcher(DecodingMethod):
     def _follow(self, job: _Job, depth: int, text: _Text, streamer: BaseStreamer | None) -> Tensor:
         """Take a request's text as it is written, until it or its criteria end it: [1, P + new]."""
         self._own.stats = stats = Stats(depth)
-        begun, ended = time.perf_counter(), False
+        ended = False
         try:
             if streamer is not None:
                 streamer.put(text.sequences.cpu())
@@ -163,13 +165,13 @@ class Batcher(DecodingMethod):
                 emitted, met = text.add(piece.emitted)
                 ended = met or piece.ended
                 stats.add(emitted)
-                stats.prefill_seconds = stats.prefill_seconds or time.perf_counter() - begun
+                stats.prefill_seconds = stats.prefill_seconds or time.perf_counter() - job.begun
                 hand_on(streamer, emitted)
         finally:
             job.stopped = True
         if streamer is not None:
             streamer.end()
-        stats.decode_seconds = time.perf_counter() - begun - stats.prefill_seconds
+        stats.decode_seconds = time.perf_counter() - job.begun - stats.prefill_seconds
         stats.drafted = text.drafted
         return text.sequences
 
@@ -249,11 +251,11 @@ class Batcher(DecodingMethod):
         try:
             with self.speculator.reserved():
                 stream = Stream(self.speculator, manner, self.rows)
-                stream.add(_prompts(jobs))
+                stream.add(_begun(jobs))
                 while not stream.ended:
                     if more := self._next_like(job.alike, stream.room):
                         jobs += more
-                        stream.add(_prompts(more))
+                        stream.add(_begun(more))
                     if gone := [each for each in jobs if each.stopped]:
                         stream.stop(_prompts(gone))
                         jobs = [each for each in jobs if not each.stopped]
@@ -264,6 +266,13 @@ class Batcher(DecodingMethod):
         except Exception as error:
             for each in jobs:
                 each.pieces.put(error)
+
+
+def _begun(jobs: Sequence[_Job]) -> list[Prompt]:
+    """The prompts of requests that are taken into a batch now."""
+    for job in jobs:
+        job.begun = time.perf_counter()
+    return _prompts(jobs)
 
 
 def _prompts(jobs: Sequence[_Job]) -> list[Prompt]:

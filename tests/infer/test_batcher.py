@@ -1,6 +1,7 @@
 """Requests of several threads that are decoded together write what each writes alone."""
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -527,6 +528,25 @@ def test_a_request_may_ask_for_another_where_that_can_be_decoded_beside_it() -> 
     with pytest.raises(OptionError, match="called from within a request"):
         batcher.generate(ids, stopping_criteria=[inner], no_repeat_ngram_size=2, **how)
     assert torch.equal(batcher.generate(ids, **how), expected)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
+def test_seconds_are_without_those_of_waiting(alone: bool, waiting: threading.Event) -> None:
+    batcher, waited = Batcher(Speculator(tiny("llama")), rows=1 if alone else 2), 0.5
+    ids, _ = asked(1)[0]
+
+    def call() -> tuple[float, float]:
+        begun = time.perf_counter()
+        batcher.generate(ids, max_new_tokens=4, **GREEDY)
+        stats = batcher.stats
+        return time.perf_counter() - begun, stats.prefill_seconds + stats.decode_seconds
+
+    with ThreadPoolExecutor(1) as pool:
+        asked_for = pool.submit(call)
+        time.sleep(waited)
+        waiting.set()
+        elapsed, seconds = asked_for.result(WAIT)
+    assert 0 < seconds <= elapsed - 0.9 * waited
 
 
 def test_a_thread_without_work_ends_and_nothing_is_kept() -> None:
