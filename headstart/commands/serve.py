@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     speculator = load_speculator(options)
     from headstart import Batcher, Recorder
     from headstart.reports.tables import said_of_forwards
-    from headstart.serving import server_of
+    from headstart.serving.app import server_of
 
     logging.set_verbosity_error()  # its lines about requests say less than those printed here
     name = options.name or str(options.target)

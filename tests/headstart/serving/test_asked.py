@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from headstart.asked import check_asked
+from headstart.serving.asked import check_asked
 
+SAID = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -16,14 +17,39 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"prompt": "a", "echo": True}, None, "put the prompt before the answer"),
         ({"prompt": "a", "logprobs": 0}, None, "no probabilities are returned"),
         ({"prompt": "a", "logit_bias": {"1": 2}}, None, "for chats alone"),
-        ({"messages": []}, None, "/v1/completions"),
+        ({"messages": SAID}, None, "/v1/completions"),
         ({"input": "a"}, None, "/v1/completions"),
-        ({"messages": [], "tools": TOOLS}, "{{ messages }}", "no place for tools"),
-        ({"messages": [], "tools": TOOLS, "tool_choice": "required"}, "{{ tools }}", "tool_choice"),
-        ({"messages": [], "reasoning_effort": "low"}, "x", "chat_template_kwargs"),
+        ({"messages": SAID, "tools": TOOLS}, "{{ messages }}", "no place for tools"),
+        (
+            {"messages": SAID, "tools": TOOLS, "tool_choice": "required"},
+            "{{ tools }}",
+            "tool_choice",
+        ),
+        ({"messages": SAID, "reasoning_effort": "low"}, "x", "chat_template_kwargs"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "x", "describe the form"),
         ({"input": "a", "previous_response_id": "r1"}, "x", "whole conversation"),
         ({"prompt": "a", "max_tokens": -1}, None, "from 1"),
+        ({"prompt": "a", "max_tokens": 1.5}, None, "max_tokens is 1.5; expected a whole number"),
+        ({"prompt": "a", "suffix": "b"}, None, "put it into the prompt"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, None, "frequency_penalty is 0.5.*repetition_p"),
+        ({"prompt": "a", "presence_penalty": -1}, None, "presence_penalty is -1.*repetition_p"),
+        ({"prompt": "a", "repetition_penalty": 0}, None, "expected a number above 0"),
+        ({"messages": SAID, "modalities": ["text", "audio"]}, "x", "text alone is written"),
+        ({"messages": SAID, "audio": {"voice": "alloy"}}, "x", "text alone is written"),
+        ({"messages": SAID, "verbosity": "low"}, "x", "chat_template_kwargs"),
+        ({"messages": SAID, "web_search_options": {}}, "x", "nothing is searched"),
+        (
+            {"messages": SAID, "tools": TOOLS, "parallel_tool_calls": False},
+            "{{ tools }}",
+            "parallel_tool_calls is False",
+        ),
+        ({"input": "a", "reasoning": {"effort": "low"}}, "x", "reasoning is .*chat_template"),
+        ({"input": "a", "background": True}, "x", "background is True"),
+        ({"input": "a", "truncation": "auto"}, "x", "shorten the prompt yourself"),
+        ({"input": "a", "conversation": "c1"}, "x", "whole conversation"),
+        ({"input": "a", "max_tool_calls": 2}, "x", "max_tool_calls is 2"),
+        ({"input": "a", "text": {"verbosity": "low"}}, "x", "text is "),
+        ({"prompt": "a", "temperature": float("inf")}, None, "temperature is inf"),
         ({"prompt": "a", "temperature": "hot"}, None, "'hot'; expected a number from 0"),
         ({"prompt": "a", "top_p": True}, None, "expected a number from 0 to 1"),
     ],
@@ -36,12 +62,17 @@ def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("body", "template"),
     [
-        ({"prompt": "a", "n": 1, "best_of": 1, "echo": False, "logprobs": None}, None),
+        ({"prompt": "a", "n": 1, "best_of": 1, "echo": False, "suffix": ""}, None),
         ({"prompt": "a", "temperature": 0, "top_p": 0, "max_tokens": 1, "logit_bias": {}}, None),
-        ({"messages": [], "tools": TOOLS, "tool_choice": "auto"}, "{{ tools }}"),
-        ({"messages": [], "tools": [], "tool_choice": "none"}, "x"),
-        ({"messages": [], "logit_bias": {"1": 2}, "presence_penalty": 0.0}, {"default": "x"}),
+        ({"messages": SAID, "tools": TOOLS, "tool_choice": "auto"}, "{{ tools }}"),
+        ({"messages": SAID, "tools": [], "tool_choice": "none"}, "x"),
+        ({"messages": SAID, "logit_bias": {"1": 2}, "presence_penalty": 0.0}, {"default": "x"}),
         ({"input": "a", "text": {"format": {"type": "text"}}}, "x"),
+        ({"input": "a", "text": {"format": None}, "reasoning": {"effort": None}}, "x"),
+        ({"input": "a", "background": False, "truncation": "disabled"}, "x"),
+        ({"messages": SAID, "parallel_tool_calls": False, "modalities": ["text"]}, "x"),
+        ({"messages": SAID, "tools": TOOLS, "parallel_tool_calls": True}, "{{ tools }}"),
+        ({"prompt": "a", "frequency_penalty": 0, "repetition_penalty": 1.3}, None),
     ],
 )
 def test_taken(body: dict[str, Any], template: Any) -> None:

@@ -1,7 +1,6 @@
 """`headstart serve`: answers are the text that the target writes alone; mistakes are said."""
 
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from headstart.cli import main
 from headstart.infer import Batcher, Recorder, Speculator
-from tests.support.chats import CHATML, chat_tokenizer
-from tests.support.talker import talker
+from tests.support.served import served, speaker
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="needs fastapi, uvicorn and openai"
@@ -26,13 +24,7 @@ ASKED = [{"role": "user", "content": "say something"}]
 
 @pytest.fixture(scope="module")
 def spoken() -> Any:
-    """A speculator whose drafts are of use: the target's letters repeat."""
-    tokenizer = chat_tokenizer(CHATML)
-    model = talker(tokenizer, "<|im_end|>", eagerness=1.0, context=CONTEXT)
-    from headstart.heads import family
-
-    lookup: Any = family("lookup")
-    return Speculator(model, lookup.of_target(model).bind(model), tokenizer=tokenizer)
+    return speaker(CONTEXT)
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["alone", "together"])
@@ -48,26 +40,9 @@ def record(tmp_path_factory: pytest.TempPathFactory, rows: int) -> Path:
 
 @pytest.fixture(scope="module")
 def client(spoken: Any, record: Path, rows: int) -> Iterator[Any]:
-    import uvicorn
-    from openai import OpenAI
-
-    from headstart.commands.serve import _bound
-    from headstart.serving import server_of
-
-    listening = _bound("127.0.0.1", 0)
     batcher = Batcher(spoken, rows)
-    app = server_of(batcher, "talker", Recorder(record, batcher))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    limit = time.monotonic() + 60
-    while not server.started:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    yield OpenAI(base_url=url, api_key="none", max_retries=0)
-    server.should_exit = True
-    thread.join(timeout=10)
+    with served(batcher, Recorder(record, batcher)) as client:
+        yield client
 
 
 def own_text(spoken: Any, new_tokens: int, **sampling: Any) -> str:
@@ -144,11 +119,26 @@ def test_completions_and_responses_have_the_text_too(client: Any, spoken: Any) -
     expected = spoken.tokenizer.decode(text[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
     found = client.completions.create(model="talker", prompt=prompt, max_tokens=12, temperature=0)
     assert found.choices[0].text == expected
-    answer = client.responses.create(
-        model="talker", input="say something", max_output_tokens=30, temperature=0, stream=False
-    )
+    options: dict[str, Any] = {"model": "talker", "input": "say something", "temperature": 0}
+    answer = client.responses.create(max_output_tokens=30, **options)  # streamed only if asked
     assert answer.output_text == own_text(spoken, 30)
-    assert [each.id for each in client.models.list()] == ["talker"]
+    with client.responses.create(max_output_tokens=30, stream=True, **options) as events:
+        deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.output_text and len(deltas) > 1
+
+
+@pytest.mark.parametrize(("stop", "status"), [("no", "incomplete"), ("e", "completed")])
+def test_a_response_that_is_cut_says_so(client: Any, stop: str, status: str) -> None:
+    settings = {"stop_strings": [stop], "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"model": "talker", "input": "say something"}
+    options |= {"extra_body": {"generation_config": json.dumps(settings)}, "max_output_tokens": 50}
+    answer = client.responses.create(**options)
+    *_, last = client.responses.create(stream=True, **options)
+    assert last.type == f"response.{status}"
+    for found in (answer, last.response):
+        reason = found.incomplete_details and found.incomplete_details.reason
+        assert reason == ("max_output_tokens" if status == "incomplete" else None)
+        assert found.status == found.output[0].status == status
 
 
 def test_a_text_ends_where_the_context_does(client: Any) -> None:
@@ -178,7 +168,7 @@ def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
     [
         ({"n": 2}, "n is 2, which this server cannot do; send a request for each answer"),
         ({"logprobs": True}, "logprobs is True"),
-        ({"presence_penalty": 0.5}, "use frequency_penalty"),
+        ({"presence_penalty": 0.5}, "leave it out, or give repetition_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
         ({"temperature": -1}, "temperature is -1; expected a number from 0"),

@@ -1,0 +1,1 @@
+"""The server of the OpenAI protocol, on the handlers of `transformers serve`."""

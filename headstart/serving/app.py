@@ -1,0 +1,159 @@
+"""A server of the OpenAI protocol: that of transformers, with a speculator in the model's place.
+
+`transformers serve` has the chat templates, tool calls, reasoning and streaming; here it is given
+one loaded target, whose `generate` is a batcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+
+from headstart.terminal import one_line
+
+from .handlers import Chats, Completions, Responses, check_model
+from .shapes import shown
+from .writing import Left, Manager, State, Writer, in_thread, said_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from headstart.infer import Batcher, Recorder
+
+_HANDLERS: dict[str, Any] = {
+    "/v1/chat/completions": Chats,
+    "/v1/completions": Completions,
+    "/v1/responses": Responses,
+}
+_KEPT = {"/v1/models", "/health"}  # of the endpoints that transformers has
+_CLIENT_LEFT = 499  # nobody reads it; the number is that of nginx
+
+
+def server_of(batcher: Batcher, name: str, recorder: Recorder | None = None) -> FastAPI:
+    """The application that answers requests for the model `name`; it runs under any ASGI server.
+
+    Args:
+        recorder: of the same batcher; takes every request that was answered.
+    """
+    model, writer = _OneModel(batcher, name), Writer(batcher, recorder)
+    build: Any = build_server
+    wanted = inspect.signature(build).parameters  # which differ by version
+    handlers = {key: None for key in wanted if key.endswith("_handler")}
+    app: FastAPI = build(model, generation_state=State(), **handlers)
+    app.router.routes = [r for r in app.router.routes if getattr(r, "path", "") in _KEPT]
+    for path in _HANDLERS:
+        app.add_api_route(path, _Answers(model, writer, path).answer, methods=["POST"])
+
+    @app.get("/v1/models/{asked:path}")
+    def one_model(asked: str) -> dict[str, Any]:
+        check_model(asked, name)
+        return model.get_gen_models()[0]
+
+    for kind in (ValueError, HTTPException, TemplateError, Exception):
+        app.add_exception_handler(kind, _refused)
+    return app
+
+
+class _Answers:
+    """Answers the requests to one path, each with a handler of its own."""
+
+    def __init__(self, model: _OneModel, writer: Writer, path: str):
+        self._model, self._writer, self._handler = model, writer, _HANDLERS[path]
+
+    async def answer(self, request: Request) -> Response:
+        """The answer, or the first part of it; nothing once the client has left."""
+        body = await _body(request)
+        loop, raises = asyncio.get_running_loop(), self._handler.raises_errors
+        manager = Manager(self._writer, loop, raises)
+        handler: Any = self._handler(self._model, State(manager))
+        request_id = request.state.request_id
+        try:
+            # In a thread, since it takes seconds to tokenize a prompt of megabytes.
+            working = in_thread(lambda: asyncio.run(handler.handle_request(body, request_id)))
+            answer = await _while_there(request, asyncio.wrap_future(working))
+            if isinstance(answer, StreamingResponse):  # an error may come in place of a text
+                await _while_there(request, manager.pieces.begun())
+        except (Left, asyncio.CancelledError) as error:
+            manager.cancel()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return Response(status_code=_CLIENT_LEFT)
+        return answer
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The request's JSON object. Raises ValueError."""
+    try:
+        body = json.loads(await request.body())
+    except ValueError as error:
+        raise ValueError(f"the request's body is no JSON ({one_line(error)})") from error
+    except RecursionError as error:
+        raise ValueError("the request's body is nested too deeply") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"the request's body is {shown(body)}; expected a JSON object")
+    return body
+
+
+async def _while_there(request: Request, work: Awaitable[Any]) -> Any:
+    """What is waited for. Raises `Left` once the client has left."""
+    waited, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((waited, left), return_when=asyncio.FIRST_COMPLETED)
+        if not waited.done():
+            waited.cancel()
+            raise Left
+        return waited.result()
+    finally:
+        left.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """An error in the form that clients of the protocol read."""
+    if not isinstance(error, HTTPException):
+        if isinstance(error, TemplateError):
+            error = ValueError(f"the target's chat template refuses this chat: {one_line(error)}")
+        status = 400 if isinstance(error, ValueError) else 500
+        return JSONResponse({"error": said_of(error)}, status_code=status)
+    message = str(error.detail)
+    if message in ("Not Found", "Method Not Allowed"):  # from where there is no route
+        paths = ", ".join([*_HANDLERS, *sorted(_KEPT)])
+        message = f"{request.method} {request.url.path} is not served here; there are: {paths}"
+    status = 400 if error.status_code == 422 else error.status_code
+    said = {"message": message, "type": "invalid_request_error"}
+    return JSONResponse({"error": said}, status_code=status)
+
+
+class _OneModel(ModelManager):
+    """Has one model, loaded already, under the name that it is served by."""
+
+    def __init__(self, batcher: Batcher, name: str):
+        super().__init__()
+        self.force_model, self._batcher = name, batcher
+
+    def load_model_and_processor(self, *given: Any, **options: Any) -> Any:
+        return self._batcher.model, self._batcher.tokenizer
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id  # answers name it as requests do
+
+    def get_gen_models(self, *given: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "owned_by": "headstart", "created": 0}]
+
+    def shutdown(self) -> None:
+        pass

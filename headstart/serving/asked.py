@@ -1,0 +1,110 @@
+"""What a request of the OpenAI protocol may ask: what would be ignored is refused by name.
+
+An option that changes the answer, such as `n`, must not be accepted and then left out: its sender
+would take the answer for what was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .shapes import check_shapes, is_number, shown, wrong
+
+Body = Mapping[str, Any]
+
+EXTRA = ("repetition_penalty", "chat_template_kwargs")
+"""Fields that are taken beside those of the protocol, by each endpoint."""
+
+_TEMPLATE = "give chat_template_kwargs, if the model's template has a setting for this"
+_NO_PROBABILITIES = "leave it out: no probabilities are returned"
+_ONE = "send a request for each answer, with seeds of their own"
+_TEXT_ALONE = "leave it out: text alone is written"
+_NONE_KEPT = "send the whole conversation: none is kept"
+_CALLS = "leave it out: the model decides how many functions it calls"
+_PENALTY = "leave it out, or give repetition_penalty"
+_UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # what of it asks for nothing, and what to do in place of it
+    "n": (lambda n: n == 1, _ONE),
+    "best_of": (lambda n: n == 1, _ONE),
+    "logprobs": (lambda value: value is False, _NO_PROBABILITIES),
+    "top_logprobs": (lambda n: n == 0, _NO_PROBABILITIES),
+    "echo": (lambda value: value is False, "put the prompt before the answer yourself"),
+    "suffix": (lambda text: text == "", "put it into the prompt, in the model's own form"),
+    "presence_penalty": (lambda value: value == 0, _PENALTY),
+    "frequency_penalty": (lambda value: value == 0, _PENALTY),
+    "response_format": (lambda of: of == {"type": "text"}, "describe the form in a message"),
+    "text": (lambda of: _form(of) == "text", "describe the form in a message"),
+    "verbosity": (lambda of: False, _TEMPLATE),
+    "modalities": (lambda of: of == ["text"], _TEXT_ALONE),
+    "audio": (lambda of: False, _TEXT_ALONE),
+    "functions": (lambda of: not of, "use tools"),
+    "function_call": (lambda of: of == "none", "use tools"),
+    "tool_choice": (lambda of: of == "auto", "leave tools out, or let the model choose"),
+    "parallel_tool_calls": (lambda of: of is True, _CALLS),
+    "max_tool_calls": (lambda of: False, _CALLS),
+    "web_search_options": (lambda of: False, "leave it out: nothing is searched"),
+    "reasoning_effort": (lambda of: False, _TEMPLATE),
+    "reasoning": (lambda of: not any(of.values()), _TEMPLATE),
+    "previous_response_id": (lambda of: not of, _NONE_KEPT),
+    "conversation": (lambda of: not of, _NONE_KEPT),
+    "background": (lambda of: of is False, "leave it out: the answer is sent when it is written"),
+    "truncation": (lambda of: of == "disabled", "shorten the prompt yourself"),
+}
+_OF_TOOLS = ("tool_choice", "parallel_tool_calls")  # ask for nothing where there are no tools
+
+_COUNT = (lambda n: isinstance(n, int) and n >= 1), "a whole number from 1"
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda t: t >= 0, "a number from 0"),
+    "top_p": (lambda p: 0 <= p <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda p: p > 0, "a number above 0"),
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "max_output_tokens": _COUNT,
+}
+
+
+def check_asked(body: Body, template: Any) -> None:
+    """Refuse what the server cannot do, rather than leave it out.
+
+    Args:
+        body: the request `without_nulls`; `messages` or `input` make it a chat.
+        template: the chat template of the target's tokenizer, if it has one.
+
+    Raises:
+        ValueError: an option has another type or is out of its range, or would be ignored; or a
+            chat, or tools, are nothing that the template knows.
+
+    >>> check_asked({"prompt": "Hi", "n": 1}, None)
+    >>> check_asked({"prompt": "Hi", "max_tokens": 0}, None)
+    Traceback (most recent call last):
+    ...
+    ValueError: max_tokens is 0; expected a whole number from 1
+    """
+    check_shapes(body)
+    for name, (holds, wanted) in _NUMBERS.items():
+        if name in body and not (is_number(body[name]) and holds(body[name])):
+            raise wrong(name, body[name], wanted)
+    for name, (harmless, remedy) in _UNAVAILABLE.items():
+        if name not in body or (name in _OF_TOOLS and not body.get("tools")):
+            continue
+        if not harmless(body[name]):
+            value = shown(body[name])
+            raise ValueError(f"{name} is {value}, which this server cannot do; {remedy}")
+    if body.get("logit_bias") and "prompt" in body:
+        raise ValueError("logit_bias is for chats alone on this server; leave it out")
+    if ("messages" in body or "input" in body) and template is None:
+        raise ValueError(
+            "the target's tokenizer has no chat template, so it answers no chats; send the text as "
+            "the prompt of /v1/completions"
+        )
+    if body.get("tools") and "tools" not in str(template):
+        raise ValueError("the target's chat template has no place for tools; leave them out")
+
+
+def _form(text: Body) -> Any:
+    """What `text` of /v1/responses asks for: the type of its format, unless it asks for more."""
+    form = text.get("format") or {"type": "text"}
+    if text.get("verbosity") is not None or not isinstance(form, dict):
+        return None
+    return form.get("type", "text")

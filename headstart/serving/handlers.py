@@ -1,0 +1,160 @@
+"""The handlers of one request: those of transformers, with what they drop refused or done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import BaseHandler
+
+from .asked import EXTRA, check_asked
+from .shapes import biases_of, stops_of, without_nulls
+from .stops import before_stop
+from .writing import ASKED, Asked, said_of
+
+
+def check_model(asked: Any, name: str | None) -> None:
+    """Refuse a request for another model than the one that is served as `name`.
+
+    Raises:
+        HTTPException: 404, as the protocol has it.
+    """
+    if asked not in (None, name):
+        raise HTTPException(404, f"no model {asked!r} is served here; ask for {name!r}")
+
+
+class _Own(BaseHandler):
+    """Reads a request as the protocol means it.
+
+    A temperature above 0 samples; a seed is of its own request, whatever other requests do
+    meanwhile; null is what was left out; and no answer is streamed unasked.
+
+    Attributes:
+        asked_in: the field that a request must have.
+        raises_errors: whether errors of a stream are told by `_with_end`.
+    """
+
+    asked_in = "messages"
+    raises_errors = True
+    _config: Any = None  # of the request's generation
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        body = {"stream": False, **without_nulls(body)}
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        model: Any = self.model_manager
+        check_model(body.get("model"), model.force_model)
+        super()._validate_request({k: v for k, v in body.items() if k not in EXTRA})
+        if self.asked_in not in body:
+            raise ValueError(f"{self.asked_in} is missing; expected what is to be answered")
+        _, tokenizer = model.load_model_and_processor()
+        check_asked(body, getattr(tokenizer, "chat_template", None))
+
+    def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
+        chat = body.get("messages")
+        if not all(isinstance(message.get("content"), str) for message in chat or [{}]):
+            chat = None  # with tools or parts: the prompt alone is kept
+        ours = ("seed", "stop", "logit_bias", "frequency_penalty")
+        theirs = {name: value for name, value in body.items() if name not in ours}
+        config = super()._build_generation_config(theirs, *given, **options)
+        if "temperature" in body:
+            config.do_sample = config.temperature > 0
+            config.temperature = config.temperature or 1.0  # greedy text has none
+        if "repetition_penalty" in body:
+            config.repetition_penalty = float(body["repetition_penalty"])
+        if stops := stops_of(body):
+            config.stop_strings = stops
+        if biases := biases_of(body):
+            config.sequence_bias = {(int(token),): bias for token, bias in biases.items()}
+        setattr(config, ASKED, Asked(body.get("seed"), chat))
+        self._config = config
+        return config
+
+    @property
+    def _stops(self) -> list[str]:
+        return self._config.stop_strings or []
+
+    def _is_cut(self, tokens: int) -> bool:
+        """Whether an answer of so many tokens ended because it may have no more."""
+        return tokens >= (self._config.max_new_tokens or tokens + 1)
+
+
+class _Ended(_Own):
+    """Ends a stream as the protocol does, which some clients wait for."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        answer = await super().handle_request(body, request_id)
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = _with_end(answer.body_iterator)
+        return answer
+
+
+async def _with_end(parts: Any) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(parts):  # when the client leaves, the writer is told
+        try:
+            async for part in parts:
+                yield part
+        except Exception as error:
+            yield f"data: {json.dumps({'error': said_of(error)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+class Chats(_Ended, ChatCompletionHandler):
+    """Of /v1/chat/completions."""
+
+    def _build_completion(self, request_id: str, content: str, *given: Any, **options: Any) -> Any:
+        content = before_stop(content, self._stops)  # which is read from tokens again
+        if thoughts := options.get("reasoning_content"):
+            options["reasoning_content"] = before_stop(thoughts, self._stops)
+        return super()._build_completion(request_id, content, *given, **options)
+
+
+class Completions(_Ended, CompletionHandler):
+    """Of /v1/completions."""
+
+    asked_in = "prompt"
+
+
+class Responses(_Own, ResponseHandler):
+    """Of /v1/responses: an answer that was cut is told to be incomplete."""
+
+    asked_in = "input"
+    raises_errors = False
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        answer = await super().handle_request(body, request_id)
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = self._told(answer.body_iterator)
+            return answer
+        return JSONResponse(self._response(json.loads(bytes(answer.body))))
+
+    def _response(self, found: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_cut(found["usage"]["output_tokens"]):
+            return found
+        messages = [each for each in found["output"] if each["type"] == "message"]
+        for each in messages[-1:]:
+            each["status"] = "incomplete"
+        why = {"reason": "max_output_tokens"}
+        return found | {"status": "incomplete", "incomplete_details": why}
+
+    async def _told(self, parts: Any) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                if part.startswith("data: ") and '"response.completed"' in part:
+                    part = self._last(part)
+                yield part
+
+    def _last(self, part: str) -> str:
+        """The event that ends a stream, of the type that the answer has."""
+        event = json.loads(part.removeprefix("data: "))
+        response = self._response(event["response"])
+        kind = f"response.{response['status']}"
+        return f"data: {json.dumps(event | {'type': kind, 'response': response})}\n\n"

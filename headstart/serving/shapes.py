@@ -1,0 +1,204 @@
+"""The shapes of a request's fields: what has another one is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_FIELDS: dict[str, tuple[type, str]] = {
+    "prompt": (str, "a text"),
+    "messages": (list, "a list of messages"),
+    "instructions": (str, "a text"),
+    "stream": (bool, "true or false"),
+    "seed": (int, "a whole number"),
+    "logit_bias": (dict, "an object with a number for each token id"),
+    "chat_template_kwargs": (dict, "an object"),
+    "tools": (list, "a list of functions"),
+    "text": (dict, "an object"),
+    "reasoning": (dict, "an object"),
+    "generation_config": (str, "a JSON object, written as a text"),
+}
+_TEXTS = frozenset({"text", "input_text", "output_text"})  # the types of parts that hold text
+_CALLS = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id",),
+}  # the texts of these items of `input`
+_SHOWN = 60  # characters of a wrong value that a message repeats
+_SEEDS = 1 << 63
+_LARGEST = 1e38  # about the largest float32
+
+
+def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A request without what is null, in itself and its messages; the protocol sees no difference.
+
+    >>> without_nulls({"prompt": "Hi", "stop": None})
+    {'prompt': 'Hi'}
+    """
+    found = {name: value for name, value in body.items() if value is not None}
+    if isinstance(messages := found.get("messages"), list):
+        found["messages"] = [
+            without_nulls(each) if isinstance(each, dict) else each for each in messages
+        ]
+    return found
+
+
+def check_shapes(body: Mapping[str, Any]) -> None:
+    """Refuse fields of a wrong type, and messages without a text.
+
+    Args:
+        body: a request `without_nulls`.
+
+    Raises:
+        ValueError: the name of the field, what was found, and what was expected.
+
+    >>> check_shapes({"messages": "Hi"})
+    Traceback (most recent call last):
+    ...
+    ValueError: messages is 'Hi'; expected a list of messages
+    """
+    for name, (kind, wanted) in _FIELDS.items():
+        value = body.get(name)
+        if value is not None and (type(value) is not kind):
+            raise wrong(name, value, wanted)
+    if not -_SEEDS <= body.get("seed", 0) < _SEEDS:
+        raise wrong("seed", body["seed"], "a whole number of at most 64 bits")
+    stops_of(body)
+    biases_of(body)
+    _check_config(body.get("generation_config", "{}"))
+    for number, tool in enumerate(body.get("tools", ())):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise wrong(f"tools[{number}]", tool, "an object of the type 'function'")
+    if "messages" in body:
+        if not body["messages"]:
+            raise wrong("messages", [], "at least one message")
+        for number, message in enumerate(body["messages"]):
+            _check_message(message, f"messages[{number}]")
+    if "input" in body:
+        _check_input(body["input"])
+
+
+def stops_of(body: Mapping[str, Any]) -> list[str]:
+    """The stop strings of a request; empty ones stop nothing.
+
+    Raises:
+        ValueError: they are no texts.
+
+    >>> stops_of({"stop": "END"}), stops_of({"stop": ["a", ""]}), stops_of({})
+    (['END'], ['a'], [])
+    """
+    given = body.get("stop", [])
+    found = [given] if isinstance(given, str) else given
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise wrong("stop", given, "a text, or a list of texts")
+    return [each for each in found if each]
+
+
+def biases_of(body: Mapping[str, Any]) -> dict[str, float]:
+    """What `logit_bias` adds to the scores of token ids.
+
+    Raises:
+        ValueError: a key is no token id, or a value no number.
+
+    >>> biases_of({"logit_bias": {"5": -100}})
+    {'5': -100.0}
+    """
+    found = {}
+    for key, value in body.get("logit_bias", {}).items():
+        if not (key.isascii() and key.isdigit()):
+            raise wrong("logit_bias", key, "token ids as its keys")
+        if not is_number(value):
+            raise wrong(f"logit_bias of {key}", value, "a number")
+        found[key] = float(value)
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, which true, false, NaN and infinities are not."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) < _LARGEST
+
+
+def wrong(name: str, value: Any, wanted: str) -> ValueError:
+    """The error of a field that has another value than was expected."""
+    return ValueError(f"{name} is {shown(value)}; expected {wanted}")
+
+
+def shown(value: Any) -> str:
+    """A value, as far as an error repeats it."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _check_config(text: str) -> None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise wrong("generation_config", text, "a JSON object, written as a text")
+
+
+def _check_message(message: Any, at: str) -> None:
+    if not isinstance(message, dict):
+        raise wrong(at, message, "an object with role and content")
+    if not isinstance(message.get("role"), str):
+        raise wrong(f"{at}.role", message.get("role"), "a text, such as 'user'")
+    calls = message.get("tool_calls")
+    if calls is None or message.get("content") is not None:
+        _check_content(message.get("content"), f"{at}.content")
+    if not isinstance(calls, list | None):
+        raise wrong(f"{at}.tool_calls", calls, "a list of calls")
+    for number, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not {"name", "arguments"} <= set(function):
+            raise wrong(
+                f"{at}.tool_calls[{number}]", call, "an object whose function has name, arguments"
+            )
+
+
+def _check_content(content: Any, at: str, kinds: frozenset[str] = _TEXTS) -> None:
+    """Refuse what is neither a text nor a list of parts that hold text."""
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise wrong(at, content, "a text, or a list of parts")
+    for number, part in enumerate(content):
+        here = f"{at}[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise wrong(here, part, "an object with a type, such as 'text'")
+        if kind not in kinds:
+            raise ValueError(
+                f"{here} is of type {shown(kind)}, which this server cannot read; send text alone"
+            )
+        if not isinstance(part.get("text"), str):
+            raise wrong(f"{here}.text", part.get("text"), "a text")
+
+
+def _check_input(given: Any) -> None:
+    """Refuse what /v1/responses cannot read: other than a text, messages, parts, or calls."""
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not given:
+        raise wrong("input", given, "a text, or a list of messages")
+    if isinstance(given[0], dict) and "role" not in given[0]:
+        _check_content(given, "input")
+        return
+    for number, item in enumerate(given):
+        at, kind = f"input[{number}]", item.get("type") if isinstance(item, dict) else None
+        if kind == "reasoning":
+            thoughts = item.get("content") or []
+            _check_content(thoughts, f"{at}.content", frozenset({"reasoning_text"}))
+        elif kind in _CALLS:
+            for name in _CALLS[kind]:
+                if not isinstance(item.get(name), str):
+                    raise wrong(f"{at}.{name}", item.get(name), "a text")
+            if kind == "function_call_output":
+                _check_content(item.get("output"), f"{at}.output")
+        elif kind in (None, "message"):
+            _check_message(item, at)
+        else:
+            raise ValueError(
+                f"{at} is of type {shown(kind)}, which this server cannot read; send messages"
+            )

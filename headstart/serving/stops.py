@@ -1,0 +1,58 @@
+"""Stop strings, which end an answer and are no part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UntilStop:
+    """The part of a text that stands before the first stop string, given piece by piece.
+
+    The end of a piece that may be the beginning of a stop string is held back until the next one.
+
+    >>> text = UntilStop(["END"])
+    >>> [text.add(piece) for piece in ("one E", "lse, two EN", "D, three")]
+    ['one ', 'Else, two ', '']
+    >>> text.end()
+    ''
+
+    Args:
+        stops: none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held, self._met = tuple(stops), "", False
+
+    def add(self, piece: str) -> str:
+        """What of the text so far can be said now, and was not said before."""
+        if self._met:
+            return ""
+        text = self._held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._met = bool(found)
+        said = min(found) if found else len(text) - self._may_begin(text)
+        self._held = "" if found else text[said:]
+        return text[:said]
+
+    def end(self) -> str:
+        """What was held back, when no more of the text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_begin(self, text: str) -> int:
+        """How many of the last characters begin a stop string, at most."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for count in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-count:]) for stop in self._stops):
+                return count
+        return 0
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """A whole text up to its first stop string.
+
+    >>> before_stop("one END two", ["END"])
+    'one '
+    """
+    until = UntilStop(stops)
+    return until.add(text) + until.end()

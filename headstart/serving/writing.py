@@ -1,0 +1,252 @@
+"""How an answer is written: by a batcher, in a thread of its request, until its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers.cli.serving.utils import (
+    DirectStreamer,
+    GenerateManager,
+    GenerationState,
+    ReasoningText,
+    _GenerationCancelled,
+    _StreamError,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from headstart.heads.core import trained_context
+from headstart.terminal import one_line
+
+from .stops import UntilStop, before_stop
+
+if TYPE_CHECKING:
+    from headstart.infer import Batcher, Recorder
+
+ASKED = "headstart_asked"
+"""An attribute of a request's generation config, of the type `Asked`."""
+
+Left = _GenerationCancelled
+"""The error that ends an answer whose client has left."""
+
+
+class Asked(NamedTuple):
+    """What of a request its generation config does not say."""
+
+    seed: int | None = None
+    chat: list[dict[str, Any]] | None = None
+
+
+def said_of(error: Exception) -> dict[str, str]:
+    """An error as clients of the protocol read it; of the server's own failures, the kind alone."""
+    if isinstance(error, ValueError):
+        return {"message": one_line(error), "type": "invalid_request_error"}
+    failed = f"the server could not write this answer ({type(error).__name__})"
+    return {"message": failed, "type": "server_error"}
+
+
+def in_thread(run: Callable[[], Any]) -> Future[Any]:
+    """What a function returns or raises in a thread of its own."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # who waits for it may leave, and it goes on
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+class Writer:
+    """What `generate` is called of: writes with the batcher, and says how fast that was."""
+
+    def __init__(self, batcher: Batcher, recorder: Recorder | None):
+        self._batcher, self._context = batcher, trained_context(batcher.model)
+        self._recorder = recorder
+
+    def limit(self, inputs: Any, config: Any) -> None:
+        """Let a request write no more than the target's context has room for.
+
+        Raises:
+            ValueError: there is no prompt, or room for no token.
+        """
+        length = inputs["input_ids"].shape[-1]
+        if length == 0:
+            raise ValueError("the prompt is empty; give at least one token.")
+        if self._context is None:
+            return
+        if (room := self._context - length) < 1:
+            raise ValueError(
+                f"the prompt has {length} tokens, and the target was made for {self._context} in "
+                "all; shorten it."
+            )
+        config.max_new_tokens = min(config.max_new_tokens or room, room)
+
+    def generate(self, *, generation_config: Any, **inputs: Any) -> Any:
+        """The text [1, P + new] of a request, which may have waited for others before."""
+        asked: Asked = vars(generation_config).pop(ASKED, Asked())
+        decode: Any = self._batcher.generate
+        if self._recorder is not None:
+            decode = self._recorder.generate
+            inputs["chats"] = None if asked.chat is None else [asked.chat]
+        if asked.seed is not None:
+            inputs["seed"] = asked.seed
+        found = decode(generation_config=generation_config, **inputs)
+        stats = self._batcher.stats
+        seconds = stats.prefill_seconds + stats.decode_seconds
+        tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
+        tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
+        written = "1 token" if tokens == 1 else f"{tokens} tokens"
+        print(f"{written} in {seconds:.2f} s ({tokens / seconds:.0f}/s){tau}", file=sys.stderr)
+        return found
+
+
+class Manager(GenerateManager):
+    """Generates what the handler of one request asks for.
+
+    Args:
+        loop: the one that sends the answer.
+        raises: whether an error of a stream is raised where the stream is read. Otherwise it is
+            handed to the handler, which has events for it.
+    """
+
+    def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop, raises: bool):
+        self.pieces = Pieces(raises)
+        self._writer, self._loop, self._left = writer, loop, threading.Event()
+
+    def cancel(self) -> None:
+        """End the answer, whose client has left, with the round that is decoded now."""
+        self._left.set()
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """The pieces of an answer that is written meanwhile, and its streamer."""
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        streamer = _Cut(
+            tokenizer, self._loop, self.pieces, response_parser, gen_config.stop_strings or ()
+        )
+        streamer._cancelled = self._left
+        run = self._generation(processor, inputs, gen_config, streamer)
+
+        def work() -> None:
+            try:
+                run()
+            except Left:
+                self._loop.call_soon_threadsafe(self.pieces.put_nowait, None)
+            except Exception as error:
+                print(f"error: {one_line(error)}", file=sys.stderr)
+                self._loop.call_soon_threadsafe(self.pieces.put_nowait, error)
+
+        in_thread(work)
+        return self.pieces, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, Any]:
+        """A whole answer: its text before any stop string, the prompt's length, its token ids."""
+        sequences = self._generation(processor, inputs, gen_config, _UntilLeft(self._left))()
+        length = inputs["input_ids"].shape[-1]
+        ids = sequences[0, length:]
+        text = processor.decode(ids, skip_special_tokens=True)
+        return before_stop(text, gen_config.stop_strings or ()), length, ids
+
+    def _generation(
+        self, processor: Any, inputs: Any, config: Any, streamer: Any
+    ) -> Callable[[], Any]:
+        self._writer.limit(inputs, config)
+        return lambda: self._writer.generate(
+            **inputs, generation_config=config, tokenizer=processor, streamer=streamer
+        )
+
+
+class State(GenerationState):
+    """Has the manager of one request."""
+
+    def __init__(self, manager: Manager | None = None):
+        super().__init__()
+        self.manager: Any = manager
+
+    def get_manager(self, *given: Any, **options: Any) -> Any:
+        return self.manager
+
+
+class Pieces:
+    """What a streamed answer consists of, in the order in which it was written, ended by None.
+
+    `get` raises an error that ended the answer where it is read, if `raises`.
+    """
+
+    def __init__(self, raises: bool):
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._first: list[Any] = []
+        self._raises = raises
+
+    def put_nowait(self, item: Any) -> None:
+        self._items.put_nowait(item)
+
+    async def begun(self) -> None:
+        """Wait for the first piece. Raises the error that came in its place, if one did."""
+        self._first.append(await self._items.get())
+        if isinstance(error := self._first[0], Exception):
+            raise error
+
+    async def get(self) -> Any:
+        item = self._first.pop() if self._first else await self._items.get()
+        if not isinstance(item, Exception):
+            return item
+        if self._raises:
+            raise item
+        return _StreamError(said_of(item)["message"])
+
+    def get_nowait(self) -> Any:
+        """Nothing, so that handlers send each piece before they read an error."""
+        raise asyncio.QueueEmpty
+
+
+class _UntilLeft(BaseStreamer):
+    """Ends an answer that nobody waits for any longer."""
+
+    def __init__(self, left: threading.Event):
+        self._left = left
+
+    def put(self, value: Any) -> None:
+        if self._left.is_set():
+            raise Left
+
+    def end(self) -> None:
+        pass
+
+
+class _Cut(DirectStreamer):
+    """Hands on what stands before the first stop string, in the text or in the thoughts before."""
+
+    def __init__(self, tokenizer: Any, loop: Any, pieces: Any, parser: Any, stops: Any):
+        self._until, self._kind = UntilStop(stops), str
+        super().__init__(tokenizer, loop, pieces, response_parser=parser)
+
+    def _enqueue(self, item: Any) -> None:
+        if not isinstance(item, str) or type(item) is not self._kind:
+            self._hand_on(self._until.end())
+        if not isinstance(item, str):  # a call of a tool, or the end
+            super()._enqueue(item)
+            return
+        self._kind = ReasoningText if isinstance(item, ReasoningText) else str
+        self._hand_on(self._until.add(item))
+
+    def _hand_on(self, text: str) -> None:
+        if text:
+            super()._enqueue(self._kind(text))

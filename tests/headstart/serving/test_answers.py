@@ -1,0 +1,212 @@
+"""Answers without their stop strings, errors in the protocol's form, and clients that leave."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils.import_utils import is_serve_available
+
+from headstart.infer import Batcher
+from headstart.infer.stats import Stats
+from tests.support.chats import GEMMA
+from tests.support.served import served, speaker
+
+pytestmark = pytest.mark.skipif(
+    not is_serve_available(), reason="needs fastapi, uvicorn and openai"
+)
+ASKED = [{"role": "user", "content": "say something"}]
+BODY: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 30, "temperature": 0}
+WAIT = 30  # seconds, after which a test has failed
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with served(Batcher(speaker(256, GEMMA), 1)) as client:
+        yield client
+
+
+def post(client: Any, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
+    """The status and text of an answer; a body that is no text is sent as JSON."""
+    sent = body if isinstance(body, str) else json.dumps(body)
+    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
+    connection.request(method, path, sent, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def chunks(client: Any, **options: Any) -> list[str]:
+    """The texts of a streamed answer, piece by piece."""
+    with client.chat.completions.create(**BODY | options, stream=True) as parts:
+        return [part.choices[0].delta.content or "" for part in parts]
+
+
+def test_a_stop_string_is_not_in_the_answer(client: Any) -> None:
+    whole = client.chat.completions.create(**BODY).choices[0].message.content
+    stop = whole[7:10]
+    expected = whole[: whole.index(stop)]
+    for given in (stop, [stop], ["nowhere in it", stop]):
+        found = client.chat.completions.create(**BODY, stop=given)
+        assert found.choices[0].message.content == expected != whole
+        assert found.choices[0].finish_reason == "stop"
+        assert "".join(chunks(client, stop=given)) == expected
+    for given in ("", [], None):
+        assert (
+            client.chat.completions.create(**BODY, stop=given).choices[0].message.content == whole
+        )
+        assert "".join(chunks(client, stop=given)) == whole
+    options = {"model": "talker", "max_tokens": 30, "temperature": 0, "prompt": "once upon"}
+    whole = client.completions.create(**options).choices[0].text
+    found = client.completions.create(**options, stop=whole[5:7])
+    assert found.choices[0].text == whole[: whole.index(whole[5:7])] != whole
+
+
+def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:
+    whole = client.chat.completions.create(**BODY).choices[0].message.content
+    for given in ({"logit_bias": {"70": 100}}, {"extra_body": {"repetition_penalty": 1.8}}):
+        found = client.chat.completions.create(**BODY, **given).choices[0].message.content
+        assert found != whole
+    found = client.chat.completions.create(**BODY, extra_body={"repetition_penalty": 1})
+    assert found.choices[0].message.content == whole
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"messages": "hi"}, "messages is 'hi'"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "template refuses this chat: no sys"),
+        ({"chat_template_kwargs": "x"}, "expected an object"),
+        ({"logit_bias": {"99999": 1}}, "vocab"),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, "shorten it"),
+        ({"generation_config": '{"num_beams": 3}'}, "beam"),
+        ({"generation_config": "{bad"}, "generation_config is"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+def test_a_mistake_is_answered_with_400(
+    client: Any, given: dict[str, Any], said: str, stream: bool
+) -> None:
+    status, text = post(client, "/v1/chat/completions", BODY | given | {"stream": stream})
+    error = json.loads(text)["error"]
+    assert status == 400 and error["type"] == "invalid_request_error"
+    assert said in error["message"] and "\n" not in error["message"]
+
+
+def test_null_and_nothing_are_the_same(client: Any) -> None:
+    given = {"chat_template_kwargs": None, "stop": None, "seed": None, "tools": None}
+    status, text = post(client, "/v1/chat/completions", BODY | given)
+    expected = client.chat.completions.create(**BODY).choices[0].message.content
+    assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method", "status", "said"),
+    [
+        ("/v1/chat/completions", "{bad", "POST", 400, "is no JSON"),
+        ("/v1/chat/completions", "", "POST", 400, "is no JSON"),
+        ("/v1/chat/completions", "[1]", "POST", 400, "expected a JSON object"),
+        ("/v1/chat/completions", "[" * 100_000, "POST", 400, "JSON|nested"),
+        ("/v1/chat/completions", "{}", "POST", 400, "messages"),
+        ("/v1/responses", {"model": "talker"}, "POST", 400, "input"),
+        ("/v1/embeddings", {"input": "a"}, "POST", 404, "/v1/embeddings is not served here"),
+        ("/v1/chat/completions", "", "GET", 405, "GET /v1/chat/completions is not served"),
+    ],
+)
+def test_what_cannot_be_read_is_answered_with_an_error_object(
+    client: Any, path: str, body: Any, method: str, status: int, said: str
+) -> None:
+    found, text = post(client, path, body, method)
+    message = json.loads(text)["error"]["message"]
+    assert found == status
+    assert any(part in message for part in said.split("|"))
+
+
+class Scripted:
+    """In a batcher's place: writes letters until it is told what to do, or its client leaves."""
+
+    def __init__(self, act: Callable[[int], None]):
+        spoken: Any = speaker(256)
+        self.model, self.tokenizer, self.stats = spoken.model, spoken.tokenizer, Stats()
+        self.stats.decode_seconds = 1.0
+        self._act, self.began, self.left = act, threading.Event(), threading.Event()
+
+    def generate(self, input_ids: Any, streamer: Any, **options: Any) -> Any:
+        letter = torch.tensor(self.tokenizer.convert_tokens_to_ids(["a"]))
+        try:
+            streamer.put(input_ids)
+            for written in range(1000):
+                self._act(written)
+                self.began.set()
+                streamer.put(letter)
+        except Exception:
+            self.left.set()
+            raise
+        return torch.cat((input_ids, letter[None]), 1)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_ends_when_its_client_leaves(stream: bool) -> None:
+    batcher = Scripted(lambda written: time.sleep(0.05))
+    with served(batcher) as client:
+        connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
+        sent = json.dumps(BODY | {"stream": stream})
+        connection.request("POST", "/v1/chat/completions", sent)
+        assert batcher.began.wait(WAIT) and not batcher.left.wait(0.5)
+        connection.close()
+        assert batcher.left.wait(WAIT)
+
+
+def ends(error: Exception, after: int) -> Callable[[int], None]:
+    """Raises an error after so many tokens."""
+
+    def act(written: int) -> None:
+        if written == after:
+            raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError('no "such"\nthing'), 400, 'no "such" thing'),
+        (RuntimeError("/secret/path"), 500, "could not write this answer (RuntimeError)"),
+    ],
+)
+def test_an_error_of_a_stream_is_an_object(error: Exception, status: int, said: str) -> None:
+    """Before the first token it is the answer, and later its last event."""
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    with served(Scripted(ends(error, after=0))) as client:
+        for stream in (False, True):
+            found, text = post(client, "/v1/chat/completions", BODY | {"stream": stream})
+            assert found == status and json.loads(text)["error"]["type"] == kind
+            assert said in json.loads(text)["error"]["message"]
+    with served(Scripted(ends(error, after=3))) as client:
+        found, text = post(client, "/v1/chat/completions", BODY | {"stream": True})
+        *parts, last, done = [each.removeprefix("data: ") for each in text.split("\n\n")[:-1]]
+        written = [json.loads(each)["choices"][0]["delta"].get("content") for each in parts]
+        assert found == 200 and written == [None, "a", "a", "a"] and done == "[DONE]"
+        assert json.loads(last)["error"]["type"] == kind
+        assert said in json.loads(last)["error"]["message"]
+        body = {"model": "talker", "input": "say something", "stream": True}
+        found, text = post(client, "/v1/responses", body)
+        events = [json.loads(each.removeprefix("data: ")) for each in text.split("\n\n")[:-1]]
+        assert [each["type"] for each in events[-2:]] == ["error", "response.failed"]
+        assert said in events[-2]["message"]
+
+
+def test_one_request_waits_for_another_without_counting_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The rate that is printed is of the seconds in which the answer was written."""
+    batcher = Scripted(lambda written: None)
+    batcher.stats = SimpleNamespace(prefill_seconds=0.25, decode_seconds=0.25, rounds=0)  # type: ignore[assignment]
+    with served(batcher) as client:
+        post(client, "/v1/chat/completions", BODY)
+    assert "1 token in 0.50 s (2/s)" in capfd.readouterr().err
