@@ -102,11 +102,9 @@ class TerminalView:
             Text(figures.line(), "bold"),
             figures.legend(console.width, self._colours),
         )
-        self._live.update(below)
-        if done:  # which draws what is below, too
+        self._live.update(below, refresh=True)  # first: printing draws again what was drawn last
+        if done:
             console.print(Text("\n").join(done), overflow="fold")
-        else:
-            self._live.refresh()
         self._drawn = time.perf_counter()
 
 

@@ -91,6 +91,20 @@ def test_a_terminal_shows_the_text_and_figures_below_it(width: int) -> None:
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1  # the cursor is back
 
 
+def test_a_finished_line_is_on_the_screen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.show.views._PAUSE", 0.0)  # every piece is drawn
+    screen = Screen()
+    console = Console(file=screen, width=40, force_terminal=True, color_system=None)
+    with ShowStreamer(Characters(), view=TerminalView(console)) as streamer:
+        for number, letter in enumerate("one two\nthree\n\nfour", 1):
+            streamer.put_round(emitted([ord(letter)], 1, 1))
+            rows = screen_of(screen.getvalue(), 40)
+            line = next(i for i, row in enumerate(rows) if row.startswith("─"))
+            said = str(streamer.text)
+            assert [row.rstrip() for row in rows[:line]] == [r.rstrip() for r in said.split("\n")]
+            assert rows[line + 1].startswith(f"{number} token")
+
+
 def test_what_the_text_continues_stands_in_front_of_it() -> None:
     screen = Screen()
     console = Console(file=screen, width=40, force_terminal=True, color_system="truecolor")
