@@ -10,6 +10,7 @@ import argparse
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from headstart.inputs import check_record, load_speculator
 from headstart.terminal import UsageError
@@ -53,13 +54,11 @@ def run(options: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()  # its lines about requests say less than those printed here
     name = options.name or str(options.target)
-    host, port = listening.getsockname()[:2]
     tree = speculator.tree_of(1, 0.0).label if options.drafter else "plain"
     by = said_of_forwards(speculator.target.forwards)
     most = options.batch_size
     together = f" · up to {most} requests together" if most > 1 else ""
-    url = f"http://{host}:{port}/v1"
-    print(f"{name} · tree {tree}{by}{together} · {url} (Ctrl-C stops)", file=sys.stderr)
+    print(f"{name} · tree {tree}{by}{together} · {_url(listening)} (Ctrl-C stops)", file=sys.stderr)
     if not getattr(speculator.tokenizer, "chat_template", None):
         print("(no chat template: only /v1/completions has an answer)", file=sys.stderr)
     batcher = Batcher(speculator, most)
@@ -70,11 +69,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there; whether it can is known before a model is loaded."""
+    """A socket that listens there; whether it can is known before a model is loaded.
+
+    A name is looked up as one of IPv4, such as localhost, if it can be.
+    """
     try:
-        return socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
+        how: dict[str, Any] = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
+        found = socket.getaddrinfo(host or None, port, **how)
+        family = min((each[0] for each in found), key=lambda each: each != socket.AF_INET)
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError, UnicodeError) as error:
         raise UsageError(
             f"cannot listen at {host}:{port} ({getattr(error, 'strerror', None) or error}); give "
             "another --host or --port"
         ) from error
+
+
+def _url(listening: socket.socket) -> str:
+    """Where clients find what listens there."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -1,6 +1,8 @@
 """`headstart serve`: answers are the text that the target writes alone; mistakes are said."""
 
 import json
+import re
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from transformers.utils.import_utils import is_serve_available
 
 from headstart.cli import main
+from headstart.commands.serve import _bound, _url
 from headstart.infer import Batcher, Recorder, Speculator
 from tests.support.served import served, speaker
 
@@ -206,6 +209,33 @@ def test_a_client_that_leaves_ends_its_request_alone(client: Any, spoken: Any) -
     assert ask(client, max_tokens=30, temperature=0).choices[0].message.content == own_text(
         spoken, 30
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", r"http://127\.0\.0\.1:\d+/v1"),
+        ("localhost", r"http://127\.0\.0\.1:\d+/v1"),
+        ("", r"http://0\.0\.0\.0:\d+/v1"),
+        ("::1", r"http://\[::1\]:\d+/v1"),
+        ("::", r"http://\[::\]:\d+/v1"),
+    ],
+)
+def test_hosts_of_both_kinds_are_listened_at(host: str, url: str) -> None:
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with _bound(host, 0) as listening:
+        assert re.fullmatch(url, _url(listening))
+        with socket.create_connection(listening.getsockname()[:2], timeout=10):
+            pass
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(
