@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the runs, or one run's stages; or remove some of them."""
+    if not options.output.is_dir() and (options.name is None or not _stages(Path(options.name))):
+        raise UsageError(f"--output {options.output}: no such folder; give the one that holds runs")
     if options.name is None:
         if options.remove:
             raise UsageError("--remove needs the run's name: headstart runs NAME --remove STAGE")

@@ -30,10 +30,18 @@ def said_of_forwards(forwards: str) -> str:
     return "" if forwards == "torch" else f", with {forwards}"
 
 
+class _Console(Console):
+    """Leaves it to the command line what happens when the reader of its output has gone."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError
+
+
 def plain_console(out: TextIO, width: int | None = None) -> Console:
     """A console on `out`: colours on a terminal, plain text anywhere else."""
     # Without markup: a tree or a path may hold square brackets.
-    return Console(file=out, markup=False, emoji=False, highlight=False, width=width)
+    return _Console(file=out, markup=False, emoji=False, highlight=False, width=width)
 
 
 def titled(out: TextIO, title: str, width: int | None = None) -> Console:

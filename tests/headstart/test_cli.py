@@ -610,6 +610,12 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         ([*_PLACED, "--offload-folder", "there"], "--offload-folder without --max-memory"),
         (["generate", "--compile", "fast"], "found 'fast', expected auto, on or off"),
         (["generate", SECRET], "1 more than expected; give the prompt with --prompt"),
+        (["runs", "--output", "nosuch"], "--output nosuch: no such folder; give the one"),
+        (["runs", "a", "--output", "nosuch"], "--output nosuch: no such folder"),
+        (
+            ["serve", "--host", "no such host", "--target", "t"],
+            "cannot listen at no such host:8000",
+        ),
         (["runs", "a", "b"], "too many arguments: 1 more than expected (see headstart runs"),
         (["generate", "--drafter", "medusa", "--prompt", "x"], "quickstart --drafter medusa"),
         (["inspect", "."], "neither headstart.json nor config.json"),
@@ -750,10 +756,12 @@ def test_tokens_and_passwords_are_blanked() -> None:
     assert cli.one_line(error) == "401 for hf_… at https://…@host/x"
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+@pytest.mark.parametrize("prints", ["print", "plain_console(sys.stdout).print"])
+def test_a_reader_that_goes_away_is_no_error(prints: str) -> None:
     program = (
         "import sys\nfrom headstart import cli\nfrom headstart.commands import train\n"
-        "def long(_):\n    [print('x' * 80) for _ in range(100_000)]\n    return 0\n"
+        "from headstart.reports.tables import plain_console\n"
+        f"def long(_):\n    [{prints}('x' * 80) for _ in range(100_000)]\n    return 0\n"
         "train.run = long\n"
         "sys.exit(cli.main(['train', 'quickstart']))\n"
     )
