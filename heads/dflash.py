@@ -188,7 +188,7 @@ class DFlash(TokenConditioned):
 
     @property
     def max_depth(self) -> int:
-        return self.config.depths
+        return self.config.max_depth
 
     @property
     def needs_length_bound(self) -> bool:

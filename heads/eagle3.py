@@ -122,7 +122,7 @@ class Eagle3(Eagle):
 
     @property
     def max_depth(self) -> int | None:
-        return self.config.depths if self.independent else None
+        return self.config.max_depth
 
     @classmethod
     def completed(cls, found: Found, target: PreTrainedModel) -> Found:

@@ -112,7 +112,7 @@ class Hydra(TokenConditioned):
 
     @property
     def max_depth(self) -> int:
-        return self.config.heads
+        return self.config.max_depth
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:

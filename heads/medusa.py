@@ -56,7 +56,7 @@ class Medusa(TrimmedVocabulary):
 
     @property
     def max_depth(self) -> int:
-        return self.config.heads
+        return self.config.max_depth
 
     def own_rows(self, size: int) -> int:
         return self.config.heads * size

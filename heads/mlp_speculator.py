@@ -110,7 +110,7 @@ class MlpSpeculator(TrimmedVocabulary):
 
     @property
     def max_depth(self) -> int:
-        return self.config.heads
+        return self.config.max_depth
 
     def passes(self, row: float) -> float:
         return self.config.heads if self.config.tied else 1

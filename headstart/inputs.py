@@ -9,6 +9,7 @@ import argparse
 import glob
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ NEW_TOKENS = 128
 """How many tokens a command writes where it is not told."""
 
 _MOST_CHARACTERS = 1000  # of a name or path; systems know none that are much longer
+
+Early = Callable[[Any, "int | None"], None]
+"""Is called with a target's tokenizer and its context in tokens, None without an end."""
 
 _PLACING = ("device", "max_memory", "offload_folder")
 
@@ -55,17 +59,40 @@ def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) ->
     from headstart.heads.core import trained_context
 
     context = trained_context(speculator.model)
-    room = NEW_TOKENS if context is None else context - prompt
-    if context is not None and room < (new_tokens or 1):
-        asked = "" if new_tokens is None else f" and {new_tokens} new ones are asked for"
-        remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
-        raise UsageError(
-            f"the prompt has {prompt or 'some'} tokens{asked}, and the target was made for "
-            f"{context} in all; {remedy}"
-        )
-    new_tokens = new_tokens or min(NEW_TOKENS, room)
+    check_context(context, prompt, new_tokens)
+    new_tokens = new_tokens or min(NEW_TOKENS, NEW_TOKENS if context is None else context - prompt)
     _check_memory(speculator, prompt + new_tokens)
     return new_tokens
+
+
+def check_context(context: int | None, prompt: int, new_tokens: int | None) -> None:
+    """Refuse more new tokens than the target's context has room for behind a prompt.
+
+    Args:
+        context: of the target; None without an end.
+        prompt: how many tokens it has; 0 where it is not known, and has one at least.
+        new_tokens: None for at least one.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    if context is None or (room := context - (prompt or 1)) >= (new_tokens or 1):
+        return
+    from headstart.infer.measure.progress import counted
+
+    said = [f"the prompt has {counted(prompt, 'token')}"] if prompt else []
+    if new_tokens is not None:
+        asked = "is" if new_tokens == 1 else "are"
+        said.append(f"{counted(new_tokens, 'new token')} {asked} asked for")
+    remedy = f"ask for at most {room:,}" if room > 0 else "shorten the prompt"
+    raise UsageError(
+        f"{' and '.join(said)}, and the target was made for {context:,} in all; {remedy}"
+    )
+
+
+def has_room_for(new_tokens: int) -> Early:
+    """Refuses a target without room for so many new tokens after some prompt."""
+    return lambda _, context: check_context(context, 0, new_tokens)
 
 
 def _check_memory(speculator: Speculator, tokens: int) -> None:
@@ -86,12 +113,16 @@ def check_new_tokens(speculator: Speculator, new_tokens: int) -> None:
     check_length(speculator, 0, new_tokens)
 
 
-def load_speculator(options: argparse.Namespace) -> Speculator:
+def load_speculator(options: argparse.Namespace, early: Early | None = None) -> Speculator:
     """The Speculator for --target, --drafter, --tree, --rule, --dtype, --compile and --device.
 
     Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
     to the caller. `options.target` is filled in by `drafter_sources`; with `options.in_place` False
     the target stays what transformers loads, for comparisons with it.
+
+    Args:
+        early: refuses what the target's tokenizer and context show to be wrong, and is called with
+            them before any weights are read.
     """
     names = ("tree", "rule", "expansion", "dtype")
     given: dict[str, Any] = {name: vars(options).get(name) for name in names}
@@ -103,6 +134,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         raise UsageError("--trust-remote-code trusts the model of --target; name one")
     _check_names(options)
     check_decoding(given.get("tree"), given.get("rule"), given.get("expansion"))
+    check_rule(given.get("rule"), getattr(options, "temperature", 0))
     drafters = drafter_sources(options)
     if not drafters and options.target is None:
         raise UsageError("neither --target nor --drafter given; name at least one")
@@ -125,6 +157,9 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         given["compile"] = getattr(options, "compile", False)
         given["in_place"] = getattr(options, "in_place", True)
         try:
+            if early is not None:
+                given["tokenizer"], context = _tokenizer_and_context(options.target, trust)
+                early(given["tokenizer"], context)
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model
             raise UsageError(
@@ -145,6 +180,33 @@ def check_decoding(tree: str | None, rule: str | None, expansion: str | None) ->
     if tree is not None:
         read_tree(tree)
     find_rule(rule).check_expansion(expansion)
+
+
+def check_rule(rule: str | None, temperature: float | None) -> None:
+    """Refuse a rule that does not sample where text is to be sampled.
+
+    Raises:
+        UsageError: it is one.
+    """
+    from headstart.infer.rules.registry import find_rule
+
+    if temperature and not find_rule(rule).samples:
+        raise UsageError(
+            f"--rule {rule} with --temperature above 0; use one that samples, such as coupled, or "
+            "--temperature 0"
+        )
+
+
+def _tokenizer_and_context(target: str, trust: bool) -> tuple[Any, int | None]:
+    """What a target's tokenizer and config say, before its weights are read."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from headstart.heads.artifacts.hub import target_options
+    from headstart.heads.core import declared_context, load_pretrained
+
+    options = {**target_options(target), "trust_remote_code": trust}
+    tokenizer, config = (load_pretrained(k, target, **options) for k in (AutoTokenizer, AutoConfig))
+    return tokenizer, declared_context(config)
 
 
 def _check_names(options: argparse.Namespace) -> None:

@@ -104,9 +104,15 @@ def check_trees(matrix: Matrix) -> None:
         own = trees_of(matrix, len(names))
         if matrix.trees and not own:
             example = "+".join(["chain:4"] * len(names))
+            trees = ", ".join(matrix.trees)
+            if len(names) == 1:
+                raise UsageError(
+                    f"{names[0]} decodes alone, and no tree of {trees} is for one drafter; give "
+                    f"one, such as {example}"
+                )
             raise UsageError(
-                f"{' and '.join(names)} decode together, and no tree of {', '.join(matrix.trees)} "
-                f"has a part for each; give one, such as {example}"
+                f"{' and '.join(names)} decode together, and no tree of {trees} has a part for "
+                f"each; give one, such as {example}"
             )
         grown |= {*own}
     for tree in matrix.trees:

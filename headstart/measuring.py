@@ -14,7 +14,9 @@ from headstart.inputs import (
     check_name,
     check_new_tokens,
     check_prompts,
+    check_rule,
     encode,
+    has_room_for,
     load_speculator,
 )
 from headstart.long_prompts import is_cut, notes_on, room_for, taken, without_oldest_turn
@@ -107,12 +109,9 @@ def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
         check_decoding(tree, None, None)
     check_trees(matrix)
     for name in matrix.rules or [None]:
-        rule = find_rule(name)
-        rule.check_expansion(matrix.expansion)
-        if max(matrix.temperatures) > 0 and not rule.samples:
-            raise UsageError(
-                f"--rule {name} with --temperature above 0; use one that samples, such as coupled"
-            )
+        find_rule(name).check_expansion(matrix.expansion)
+        check_rule(name, max(matrix.temperatures))
+    _check_depths(matrix, options)
     if "assistant" in matrix.against and matrix.assistant is None:
         sources = [_source(name, options) for name in itertools.chain(*matrix.sets)]
         if not any(map(_is_draft_model, sources)):
@@ -121,6 +120,18 @@ def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
                 "a draft model with --drafter"
             )
     return questions
+
+
+def _check_depths(matrix: Matrix, options: argparse.Namespace) -> None:
+    """Refuse trees that are deeper than their drafters, as far as the drafters' configs say."""
+    from headstart.heads.artifacts.shapes import declared_depth
+    from headstart.infer.trees.shapes import check_grown_by
+    from headstart.infer.trees.texts import read_tree
+
+    for names in matrix.sets if matrix.trees else []:
+        depths = [declared_depth(_source(name, options)) for name in names]
+        for tree in trees_of(matrix, len(names)):
+            check_grown_by(read_tree(tree), depths)
 
 
 def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Question]) -> Prepared:
@@ -132,7 +143,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
     given.drafter, given.tree = sources[0] or None, matrix.trees or None
     given.expansion, given.in_place = matrix.expansion, False
-    first = load_speculator(given)
+    first = load_speculator(given, has_room_for(matrix.new_tokens))
     check_new_tokens(first, matrix.new_tokens)
     loaded = [first]
     if len(sources) > 1:

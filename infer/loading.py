@@ -1,7 +1,7 @@
 """Loading of a target and its drafters for decoding."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import (
 
 from headstart.heads import Drafter, OptionError, load_drafter
 from headstart.heads.artifacts.hub import target_options
+from headstart.heads.artifacts.shapes import declared_depth
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import (
     Packing,
@@ -24,10 +25,12 @@ from headstart.heads.core import (
     load_pretrained,
 )
 
+from .rules.registry import find_rule
 from .speculator import Speculator, Trees
 from .target import AUTO, PACKED, way_to_run
 from .trees.by_request import USUAL, Kind
-from .trees.parse import default_tree
+from .trees.parse import default_tree, parse_tree
+from .trees.shapes import check_grown_by
 
 logger = logging.getLogger(__name__)
 
@@ -96,18 +99,22 @@ def load(
     """
     single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)
     named: Any = [drafter] if single else drafter
-    drafters = _known_drafters(named)
+    drafters: list[Any] = [
+        each if isinstance(each, Drafter) else DrafterSource.of(each, allow_pickle)
+        for each in _known_drafters(named)
+    ]
     if target is None:
         target = _own_target(drafters, options)
     _check_dtype(options)
+    _check_decoding(tree, rule, expansion, drafters)  # before minutes of loading
     by_name = isinstance(target, str | Path)
     if device is not None:
         options = _placed(options, device) if by_name else {**options, "device": device}
     if by_name:
         local = target_options(target, options.get("revision"))
+        trusted = {**local, "trust_remote_code": options.get("trust_remote_code", False)}
+        tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, **trusted)
         model = load_pretrained(AutoModelForCausalLM, target, **{**local, **options}).eval()
-        local["trust_remote_code"] = options.get("trust_remote_code", False)
-        tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, **local)
         if "dtype" not in options and (hint := faster_type(model)) is not None:
             logger.warning(hint)
     else:
@@ -123,10 +130,9 @@ def load(
         compile = way_to_run(model, compile, in_place and by_name) or False
     ours: list[Any] = [model] if by_name else []  # what nobody else holds
     trees: list[dict[Kind, Any]] = [{USUAL: None} for _ in drafters]
-    for number, each in enumerate(drafters):
-        if isinstance(each, Drafter):
+    for number, source in enumerate(drafters):
+        if isinstance(source, Drafter):
             continue
-        source = DrafterSource.of(each, allow_pickle)
         if tree is None:
             planned = {
                 (plan.batch_size, plan.temperature): plan.tree
@@ -179,6 +185,27 @@ def _placed(options: dict[str, Any], device: str | torch.device) -> dict[str, An
     return options if place.type == "cpu" else {**options, "device_map": {"": place}}
 
 
+def _check_decoding(
+    trees: Trees, rule: str | None, expansion: str | None, drafters: Sequence[Any]
+) -> None:
+    """Refuse what their names and configs show to be wrong, before any weights are read.
+
+    Raises:
+        ArtifactError: there is no such drafter.
+        OptionError: no such rule, expansion or tree, or one that does not suit the others.
+    """
+    record = find_rule(rule)
+    record.check_expansion(expansion)
+    depths = [
+        each.max_depth if isinstance(each, Drafter) else declared_depth(each) for each in drafters
+    ]
+    for tree in trees.values() if isinstance(trees, Mapping) else [trees]:
+        if tree is not None:
+            policy = parse_tree(tree)
+            record.check_tree(policy)
+            check_grown_by(policy, depths)
+
+
 def _known_drafters(named: Any) -> list[Any]:
     """What is named as drafters, but for None; an OptionError for anything else."""
     found = list(named) if isinstance(named, Iterable) else [named]
@@ -196,10 +223,8 @@ def _own_target(drafters: list[Any], options: dict[str, Any]) -> str:
     if options.get("trust_remote_code"):  # a drafter may name any model as its target
         raise OptionError("trust_remote_code=True trusts the code of a target; name the target.")
     for each in drafters:
-        if isinstance(each, NamedDrafter):
-            source = DrafterSource.of(each)
-            if source.kind is SourceKind.ARTIFACT:
-                return source.own_target
+        if isinstance(each, DrafterSource) and each.kind is SourceKind.ARTIFACT:
+            return each.own_target
     raise OptionError("no target is given, and no drafter that was trained for one; give a target.")
 
 

@@ -18,7 +18,7 @@ from ..core import ArtifactError, brief
 from ..declared.fields import Fields, Shapes
 from ..families import declared_by, family, is_language_model
 from .files import CONFIG, MALFORMED, WEIGHTS, read_header, read_json
-from .source import DrafterSource
+from .source import DrafterSource, SourceKind
 
 _WRITTEN = {
     "_name_or_path": str, "architectures": list, "dtype": str, "model_type": str,
@@ -53,6 +53,17 @@ def read_config(source: DrafterSource) -> Any:
             f"{place} cannot be used ({brief(error)}); restore it or train again."
         ) from error
     return config
+
+
+def declared_depth(source: DrafterSource) -> int | None:
+    """The deepest level that a drafter can propose for, as far as its config says without torch.
+
+    Raises:
+        ArtifactError: an artifact whose config cannot be used.
+    """
+    if source.kind is not SourceKind.ARTIFACT or declared_by(source.manifest.family) is None:
+        return None
+    return read_config(source).max_depth
 
 
 def _read_by_class(source: DrafterSource) -> Any:

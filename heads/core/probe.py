@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -349,7 +349,12 @@ class PositionLimit(NamedTuple):
 
 def trained_context(model: PreTrainedModel) -> int | None:
     """How many tokens a model's config says that it was made for, rotary scaling counted in."""
-    config = model.config.get_text_config(decoder=True)
+    return declared_context(model.config)
+
+
+def declared_context(config: PreTrainedConfig) -> int | None:
+    """The `trained_context` of a model that has this config."""
+    config = config.get_text_config(decoder=True)
     longest: Any = getattr(config, "max_position_embeddings", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]

@@ -53,6 +53,7 @@ from .probe import (
     check_fused,
     check_tree,
     choose_attention,
+    declared_context,
     probe_layers,
     trained_context,
 )

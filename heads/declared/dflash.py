@@ -75,6 +75,10 @@ class DFlashFields(VocabularyFields):
         "more than 0": ("output_multiplier",),
     }
 
+    @property
+    def max_depth(self) -> int:
+        return self.depths
+
     def validate_terms(self) -> None:
         """Part of the config's own validation."""
         if self.markov_rank and self.selector_rank:

@@ -86,6 +86,10 @@ class Eagle3Fields(EagleFields):
     )
     RANGES: ClassVar = {"at least 1": ("depths", "layers"), "0 … 1": ("kept", "least_kept")}
 
+    @property
+    def max_depth(self) -> int | None:
+        return None if self.mask_token_id is None else self.depths
+
     def validate_norms(self) -> None:
         """Part of the config's own validation."""
         if self.norm_before_fc and self.fc_norm:

@@ -70,6 +70,11 @@ class Fields:
             raise OptionError(f"drafter.mask_token_id is {token}; expected 0 … {known - 1}.")
 
     @property
+    def max_depth(self) -> int | None:
+        """The deepest level that the drafter can propose for; None when there is no bound."""
+        return None
+
+    @property
     def decided(self) -> bool:
         """Whether `shapes` answers for such settings; else the drafter itself is asked."""
         return True

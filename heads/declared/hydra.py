@@ -23,6 +23,10 @@ class HydraFields(VocabularyFields):
     RANGES: ClassVar = {"at least 1": ("heads", "layers"), "0 … 1, 1 excluded": ("dropout",)}
 
     @property
+    def max_depth(self) -> int:
+        return self.heads
+
+    @property
     def decided(self) -> bool:
         return not self.prefix or Layer.of(self.layer).plain
 

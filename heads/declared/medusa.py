@@ -17,6 +17,10 @@ class MedusaFields(VocabularyFields):
     OPTIONS: ClassVar = ("heads", "layers", "output", "draft_vocab_size")
     RANGES: ClassVar = {"at least 1": ("heads", "layers")}
 
+    @property
+    def max_depth(self) -> int:
+        return self.heads
+
     def shapes(self) -> Shapes:
         blocks, size = [self.layers, self.heads], self.hidden_size
         found = {"weight": [*blocks, size, size], "bias": [*blocks, size]}

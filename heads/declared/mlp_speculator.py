@@ -34,6 +34,10 @@ class MlpSpeculatorFields(VocabularyFields):
     )
     RANGES: ClassVar = {"at least 1": ("heads",), "at least 0": ("inner_dim",)}
 
+    @property
+    def max_depth(self) -> int:
+        return self.heads
+
     def validate_cell(self) -> None:
         """Part of the config's own validation."""
         if self.cell == "lstm" and not self.tied:

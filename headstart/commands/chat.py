@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from headstart.inputs import check_record, load_speculator
+from headstart.terminal import UsageError
 
 from . import options as shared
 
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Load the models, then answer what is typed, or each line of stdin."""
     sampling = shared.sampling(options)
     check_record(options.record)
-    speculator = load_speculator(options)
+    speculator = load_speculator(options, lambda tokenizer, _: _check_system(options, tokenizer))
     from headstart.chat.dialogue import Dialogue
     from headstart.chat.lines import messages_of
     from headstart.chat.session import Session
@@ -61,3 +63,17 @@ def run(options: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         print(file=sys.stderr)
     return 0
+
+
+def _check_system(options: argparse.Namespace, tokenizer: Any) -> None:
+    """Refuse --system where the chat template has no place for a system's message."""
+    if not (options.system and getattr(tokenizer, "chat_template", None)):
+        return
+    from headstart.train.data.documents import ChatTemplateError, render_chat
+
+    asked = {"role": "user", "content": "Hello"}
+    try:
+        render_chat(tokenizer, [{"role": "system", "content": options.system}, asked])
+    except ChatTemplateError as error:
+        render_chat(tokenizer, [asked])  # a template that refuses this too has another fault
+        raise UsageError(f"{error}; leave out --system") from None

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headstart.doctor import LEAST_PROMPTS
+from headstart.infer.measure.progress import counted
 from headstart.inputs import drafter_sources, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
@@ -57,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the diagnosis; the status is 1 where there is a cause."""
     documents = read_documents(options)
+    if (found := len(documents)) < LEAST_PROMPTS:
+        raise UsageError(
+            f"found {counted(found, 'prompt')} with --limit {options.limit}; standard errors need "
+            f"at least {LEAST_PROMPTS}, and are small from about 16"
+        )
     from headstart.doctor.diagnosis import diagnose
     from headstart.doctor.pairs import Pair, Rendering
     from headstart.heads import family, load_drafter

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headstart.inputs import check_length, check_record, load_speculator
+from headstart.inputs import check_context, check_length, check_record, load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -46,20 +46,18 @@ def run(options: argparse.Namespace) -> int:
     check_record(options.record)
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
-    speculator = load_speculator(options)
+    encoded: list[Any] = []
+
+    def early(tokenizer: Any, context: int | None) -> None:
+        encoded.append(_encode(tokenizer, prompt, messages))
+        check_context(context, encoded[0].input_ids.shape[1], options.max_new_tokens)
+
+    speculator = load_speculator(options, early)
     from headstart.infer.measure.progress import counted
     from headstart.reports.tables import said_of_forwards
     from headstart.show import ShowStreamer
-    from headstart.train.data.documents import render_chat
 
-    tokenizer: Any = speculator.tokenizer
-    if messages and not tokenizer.chat_template:
-        raise UsageError("the target's tokenizer has no chat template; leave out --chat")
-    if messages:
-        prompt = render_chat(tokenizer, messages)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not messages, verbose=False)
-    if inputs.input_ids.shape[1] == 0:
-        raise UsageError("the prompt has no token in this model's vocabulary; give another")
+    tokenizer, (inputs,) = speculator.tokenizer, encoded
     new_tokens = check_length(speculator, inputs.input_ids.shape[1], options.max_new_tokens)
     inputs = inputs.to(speculator.device)
     started = time.perf_counter()
@@ -81,12 +79,25 @@ def run(options: argparse.Namespace) -> int:
     stats, seconds = speculator.stats, time.perf_counter() - started
     said = f"no round was needed, {seconds:.2f} s"
     if stats.rounds:
-        said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
-        said += f"{counted(stats.rounds, 'round')}, {seconds:.2f} s with the prompt"
+        said = f"τ {stats.tau:.2f} tokens per round: {counted(stats.tokens, 'token')} after the "
+        said += f"first, {counted(stats.rounds, 'round')}, {seconds:.2f} s with the prompt"
     said += said_of_forwards(speculator.target.forwards)
     if not streamer.shows_figures:
         print(said, file=sys.stderr)
     return 0
+
+
+def _encode(tokenizer: Any, prompt: str, messages: list[dict[str, str]] | None) -> Any:
+    """The prompt's `input_ids` [1, P] and mask; of a chat as the tokenizer's template writes it."""
+    from headstart.train.data.documents import render_chat
+
+    if messages and not tokenizer.chat_template:
+        raise UsageError("the target's tokenizer has no chat template; leave out --chat")
+    text = render_chat(tokenizer, messages) if messages else prompt
+    found = tokenizer(text, return_tensors="pt", add_special_tokens=not messages, verbose=False)
+    if found.input_ids.shape[1] == 0:
+        raise UsageError("the prompt has no token in this model's vocabulary; give another")
+    return found
 
 
 def _read_prompt(options: argparse.Namespace) -> str:

@@ -78,6 +78,8 @@ def _number(kind: type, holds: Callable[[Any], bool], wanted: str) -> Callable[[
 
 
 positive = _number(int, lambda n: n >= 1, "a whole number from 1")
+at_least_two = _number(int, lambda n: n >= 2, "a whole number from 2")
+draws = _number(int, lambda n: n >= 100, "a whole number from 100, which the test needs")
 whole = _number(int, lambda n: n >= 0, "a whole number from 0")
 temperature = _number(float, lambda t: 0 <= t < math.inf, "a finite number from 0")
 probability = _number(float, lambda p: 0 < p <= 1, "a number above 0, at most 1")

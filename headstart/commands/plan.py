@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.inputs import check_new_tokens, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, has_room_for, load_speculator, read_documents
 from headstart.long_prompts import prompts_of
 from headstart.terminal import UsageError, quiet_stdout, tell
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts decoded at once (default: 1)",
     )
     add("--temperature", metavar="T", type=temperature, default=0.0, help=_TEMPERATURE)
-    add("--max-nodes", metavar="N", type=positive, help=_NODES)
+    add("--max-nodes", metavar="N", type=shared.at_least_two, help=_NODES)
     add("--measure", metavar="K", type=whole, default=4, help=_MEASURE)
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
     add("--report", metavar="DIR", default="runs/plan", help=_REPORT)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
-    speculator = load_speculator(options)
+    speculator = load_speculator(options, has_room_for(options.new_tokens))
     check_new_tokens(speculator, options.new_tokens)
     assert speculator.drafter is not None
     from headstart.heads.artifacts.plan import write_plan

@@ -11,26 +11,28 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from headstart.inputs import check_new_tokens, load_speculator, read_documents
+from headstart.infer.measure.progress import counted
+from headstart.inputs import check_new_tokens, has_room_for, load_speculator, read_documents
 from headstart.long_prompts import prompts_of
 from headstart.terminal import quiet_stdout, tell
 
 from . import options as shared
-from .options import positive, temperature
+from .options import temperature
 
 if TYPE_CHECKING:
     from headstart.infer.measure.lossless_greedy import Divergence, Greedy
     from headstart.infer.measure.lossless_sampled import Sampled
 
 _EXPLAINED = 5  # divergences described one by one
-_TEMPERATURE = "of the sampled texts (default: 1)"
+_DRAWS = "sample N texts, at least 100 (default: 4096)"
+_TEMPERATURE = "of the sampled texts (default: 1); 0 tests greedy text alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shared.add_model_arguments(parser)
     shared.add_prompt_arguments(parser)
-    add("--draws", metavar="N", type=positive, default=4096, help="sample N texts (default: 4096)")
+    add("--draws", metavar="N", type=shared.draws, default=4096, help=_DRAWS)
     add("--temperature", metavar="T", type=temperature, default=1.0, help=_TEMPERATURE)
     add("--seed", metavar="S", type=int, default=0, help="of the sampled texts (default: 0)")
     shared.add_json_argument(parser)
@@ -39,10 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare greedy text and sampled text; the status is 1 where one of them does not hold."""
+    """Compare greedy text and sampled text; the status is 1 where one of them does not hold.
+
+    At temperature 0 nothing is sampled.
+    """
     documents = read_documents(options)
     options.in_place = False  # the text is compared with that of the target as it is
-    speculator = load_speculator(options)
+    speculator = load_speculator(options, has_room_for(options.new_tokens))
     check_new_tokens(speculator, options.new_tokens)
     from headstart.infer.measure.lossless_greedy import compare_greedy
     from headstart.infer.measure.lossless_sampled import compare_sampled
@@ -55,31 +60,28 @@ def run(options: argparse.Namespace) -> int:
     with quiet_stdout():
         greedy = compare_greedy(speculator, prompts, options.new_tokens, progress=True)
         sampling = {"temperature": options.temperature, "seed": options.seed}
-        sampled = compare_sampled(
+        sampled = options.temperature and compare_sampled(
             speculator, prompts, options.new_tokens, options.draws, progress=True, **sampling
         )
+    found = {"greedy": greedy} | ({"sampled": sampled} if sampled else {})
     if options.json:
-        found = dict(greedy=greedy, sampled=sampled)
         print(to_json({k: {**dataclasses.asdict(v), "holds": v.holds} for k, v in found.items()}))
     else:
-        _print(greedy, sampled, speculator.target.forwards)
-    return 0 if greedy.holds and sampled.holds else 1
+        _print(greedy, sampled or None, speculator.target.forwards)
+    return 0 if all(each.holds for each in found.values()) else 1
 
 
-def _print(greedy: Greedy, sampled: Sampled, forwards: str) -> None:
+def _print(greedy: Greedy, sampled: Sampled | None, forwards: str) -> None:
     from rich.padding import Padding
 
     from headstart.reports.tables import plain_console, said_of_forwards
 
     console, by = plain_console(sys.stdout), said_of_forwards(forwards)
-    for holds, title, said in (
-        (greedy.holds, f"Greedy text, tree {greedy.tree}", _greedy_sentences(greedy)),
-        (
-            sampled.holds,
-            f"Sampled text, tree {sampled.tree}, rule {sampled.rule}",
-            _sampled_sentences(sampled),
-        ),
-    ):
+    tests = [(greedy.holds, f"Greedy text, tree {greedy.tree}", _greedy_sentences(greedy))]
+    if sampled is not None:
+        title = f"Sampled text, tree {sampled.tree}, rule {sampled.rule}"
+        tests.append((sampled.holds, title, _sampled_sentences(sampled)))
+    for holds, title, said in tests:
         answer, style = ("holds", "green") if holds else ("DIFFERS", "red")
         console.print()
         console.print(f"{title}{by}: {answer}", style=style)
@@ -92,15 +94,16 @@ def _greedy_sentences(greedy: Greedy) -> list[str]:
     apart = greedy.divergences
     if not apart:
         return [
-            f"All {greedy.tokens:,} tokens of {greedy.prompts} prompts are those of generate, in "
-            f"{greedy.dtype}."
+            f"All of {counted(greedy.tokens, 'token')} after {counted(greedy.prompts, 'prompt')} "
+            f"are those of generate, in {greedy.dtype}."
         ]
     near = sum(divergence.near_tie for divergence in apart)
     more = len(apart) - _EXPLAINED
     return [
-        f"{len(apart)} of {greedy.prompts} texts leave generate's, in {greedy.dtype}; "
-        f"{greedy.tokens:,} tokens agree before that. {near} of them at a near-tie, where the "
-        "margin is at most twice what plain decoding differs from itself in another shape.",
+        f"{len(apart)} of {counted(greedy.prompts, 'text')} differ from generate's, in "
+        f"{greedy.dtype}; {counted(greedy.tokens, 'token')} before that are the same. {near} of "
+        "them differ at a near-tie, where the margin is at most twice what plain decoding differs "
+        "from itself in another shape.",
         *map(_explained, apart[:_EXPLAINED]),
         *([f"… and {more} more."] if more > 0 else []),
         f"Plain decoding leaves its own text in {greedy.plain_divergences} of {greedy.prompts} "

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from headstart.heads import Manifest, OptionError
 from headstart.infer.measure.noise import Gain
+from headstart.infer.measure.progress import counted
 from headstart.train.data.documents import Document
 from headstart.train.provenance import mean_loss
 
+from . import LEAST_PROMPTS
 from .acceptance import Accepted, Decodes, gain
 from .causes import CAUSES
 from .pairs import Pair
@@ -90,10 +92,10 @@ def diagnose(
     """
     decodes = Decodes(documents, new_tokens, depth)
     before = decodes.accepted(pair)
-    if len(before.counts) < 4:
+    if len(before.counts) < LEAST_PROMPTS:
         raise OptionError(
-            f"found {len(before.counts)} prompts to decode; standard errors need at least 4, and "
-            "are small from about 16."
+            f"found {counted(len(before.counts), 'prompt')} to decode; standard errors need at "
+            f"least {LEAST_PROMPTS}, and are small from about 16."
         )
     sampled = decodes.sampled(pair)
     texts = sampled.pop("texts")

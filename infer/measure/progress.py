@@ -78,7 +78,7 @@ def counted(number: float, unit: str) -> str:
     ('8 batches', '1 text', '0 trees')
     """
     several = "" if number == 1 else "es" if unit.endswith(("ch", "s")) else "s"
-    return f"{number:.0f} {unit}{several}"
+    return f"{number:,.0f} {unit}{several}"
 
 
 def progress_bar(total: float, desc: str, unit: str = "", disable: bool = False) -> Any:

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads import Drafter, OptionError, TokenTree
+from headstart.heads import Drafter, TokenTree
 from headstart.heads.group import members
 
 from .children import Children
 from .expansions import Expansion
+from .shapes import check_grown_by
 
 
 @dataclass(slots=True)
@@ -47,22 +48,7 @@ class Policy(ABC):
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         """Refuse a tree that the drafter cannot fill, or that would bias children so chosen."""
-        if drafter is None and self.nodes > 1:
-            raise OptionError(
-                f"tree {self.label} needs a drafter, found none; give one, or use tree 'plain'."
-            )
-        found = len(members(drafter))
-        if found > 1 and self.nodes > 1:
-            raise OptionError(
-                f"tree {self.label} is grown by one drafter, found {found}; give a tree with a "
-                f"part for each, such as {'+'.join(['chain:4'] * found)}."
-            )
-        deepest = None if drafter is None or found > 1 else drafter.max_depth
-        if deepest is not None and self.max_depth > deepest:
-            raise OptionError(
-                f"tree {self.label} is {self.max_depth} deep, but the drafter proposes {deepest} "
-                "tokens; use a shallower tree or train more heads."
-            )
+        check_grown_by(self, [member.max_depth for member in members(drafter)])
 
     @abstractmethod
     def grow(

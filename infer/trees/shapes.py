@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from headstart.heads import OptionError
 
+from ..measure.progress import counted
 from .limits import check_size
 
 
@@ -87,6 +88,8 @@ class UnionShape:
         OptionError: fewer than two, one without a node, or together more than the `limits` allow.
     """
 
+    parts: tuple[Any, ...]
+
     def __init__(self, parts: Sequence[Shape]):
         text = "+".join(getattr(part, "label", str(part)) for part in parts)
         if len(parts) < 2 or any(part.nodes < 2 for part in parts):
@@ -94,7 +97,52 @@ class UnionShape:
                 f"tree {text} is no union; expected two or more trees, each with a node "
                 "beside the root: leave out a drafter that is to propose nothing."
             )
+        self.parts = tuple(parts)
         *firsts, self.nodes = accumulate((part.nodes - 1 for part in parts), initial=1)
         self.first_nodes = tuple(firsts)
         check_size(text, self.nodes)
         self.max_depth = max(part.max_depth for part in parts)
+
+
+def check_grown_by(tree: Shape, depths: Sequence[int | None]) -> None:
+    """Refuse a tree that these drafters cannot fill.
+
+    Args:
+        depths: of each drafter, the deepest level that it can propose for; None without a bound.
+
+    Raises:
+        OptionError: a tree with nodes and no drafter, another number of drafters than of parts, or
+            a part that is deeper than its drafter.
+
+    >>> try:
+    ...     check_grown_by(BeamShape(2, 5), [3])
+    ... except OptionError as error:
+    ...     print(str(error).partition(";")[0])
+    tree beam:2,5 is 5 deep, but the drafter proposes 3 tokens
+    """
+    text, found = getattr(tree, "label", str(tree)), len(depths)
+    if isinstance(tree, UnionShape):
+        if found != len(tree.parts):
+            drafters = counted(found, "drafter") if found else "no drafters"
+            raise OptionError(
+                f"tree {text} has {len(tree.parts)} parts, found {drafters}; give a drafter for "
+                "each part, in the same order."
+            )
+        for part, depth in zip(tree.parts, depths, strict=True):
+            check_grown_by(part, [depth])
+        return
+    if not found and tree.nodes > 1:
+        raise OptionError(
+            f"tree {text} needs a drafter, found none; give one, or use tree 'plain'."
+        )
+    if found > 1 and tree.nodes > 1:
+        raise OptionError(
+            f"tree {text} is grown by one drafter, found {found}; give a tree with a part for "
+            f"each, such as {'+'.join(['chain:4'] * found)}."
+        )
+    deepest = depths[0] if found == 1 else None
+    if deepest is not None and tree.max_depth > deepest:
+        raise OptionError(
+            f"tree {text} is {tree.max_depth} deep, but the drafter proposes "
+            f"{counted(deepest, 'token')}; use a shallower tree or train more heads."
+        )

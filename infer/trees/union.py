@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.heads import Drafter, OptionError, TokenTree, Topology
+from headstart.heads import Drafter, TokenTree, Topology
 from headstart.heads.group import members
 
 from .children import Children
@@ -55,8 +55,7 @@ class Union(UnionShape, Policy):
     """
 
     def __init__(self, parts: Sequence[Policy]):
-        self.parts = tuple(parts)
-        super().__init__(self.parts)
+        super().__init__(parts)
         self._static = all(isinstance(part, StaticTree) for part in self.parts)
         self.shape = cache(self._shape)  # of static parts; kept as `StaticTree` keeps its own
 
@@ -68,13 +67,8 @@ class Union(UnionShape, Policy):
         return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        found = members(drafter)
-        if len(found) != len(self.parts):
-            raise OptionError(
-                f"tree {self.label} has {len(self.parts)} parts, found {len(found) or 'no'} "
-                "drafters; give a drafter for each part, in the same order."
-            )
-        for part, member in zip(self.parts, found, strict=True):
+        super().check(drafter, expansion)
+        for part, member in zip(self.parts, members(drafter), strict=True):
             part.check(member, expansion)
 
     def grow(

@@ -285,7 +285,7 @@ def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:
         (["--plot", "plan.xyz"], "expected a file in an existing folder"),
         (["--plot", "nowhere/plan.png"], "expected a file in an existing folder"),
         (["--batch-size", "9"], "found 4 prompts, batch size 9"),
-        (["--max-nodes", "1"], "at least 2 nodes"),
+        (["--max-nodes", "1"], "expected a whole number from 2"),
         (["--measure", "-1"], "expected a whole number from 0"),
     ],
 )
