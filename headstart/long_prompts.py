@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from headstart.infer.measure.progress import counted
 from headstart.inputs import encode
 from headstart.terminal import UsageError
 
@@ -73,8 +74,8 @@ def prompts_of(
             found[place] = found[place][:, : taken(room)]
         elif room is not None and length > room:
             raise UsageError(
-                f"{document.id}: the prompt has {length:,} tokens, and with {new_tokens} new ones "
-                f"the target's context has room for {room:,}; cut prompts with --prefix-tokens"
+                f"{document.id}: the prompt has {counted(length, 'token')}, and with {new_tokens} "
+                f"more the target's context has room for {room:,}; cut prompts with --prefix-tokens"
             )
     return found, notes_on([ids.shape[1] for ids in found], cut, room, speculator)
 

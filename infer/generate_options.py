@@ -24,6 +24,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from headstart.heads import OptionError, Sampling
 from headstart.heads.core import STATEFUL, device_and_dtype, row_seeds
 
+from .measure.progress import counted
+
 _OTHER_METHODS = {
     "constraints": "constrained beam search",
     "force_words_ids": "constrained beam search",
@@ -199,7 +201,8 @@ def read_sampling(
     seeds = int(torch.randint(2**62, ())) if seed is None else read_seed(seed)
     if not isinstance(seeds, int) and len(seeds) != batch:
         raise OptionError(
-            f"found {len(seeds)} seeds for {batch} rows; give one seed, or one per row."
+            f"found {counted(len(seeds), 'seed')} for {counted(batch, 'row')}; give one seed, or "
+            "one per row."
         )
     return Sampling(row_seeds(seeds, batch, input_ids.device), kept)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from headstart.infer.measure.progress import counted
 from headstart.terminal import UsageError, one_line, visible
 
 from .lines import Messages
@@ -83,8 +84,7 @@ class Dialogue:
 
             def show(end: str | None) -> ChatStreamer:
                 if (more := self.session.first - dropped) > 0:
-                    turns = "turn is" if more == 1 else f"{more} turns are"
-                    self._say(f"(the oldest {turns} left out: the context is full)")
+                    self._say(f"({_oldest(more)} left out: the context is full)")
                 tokenizer = self.session.tokenizer
                 return ChatStreamer(tokenizer, pressed, end, out=self._out, coloured=self._show)
 
@@ -137,7 +137,7 @@ class Dialogue:
                 file.write(json.dumps(document, ensure_ascii=False) + "\n")
         except FileExistsError:
             raise UsageError(f"{name} is there already; choose another name") from None
-        self._say(f"({turns} turns written to {name})")
+        self._say(f"({counted(turns, 'turn')} written to {name})")
 
     def _stats(self, _: str) -> None:
         session = self.session
@@ -154,7 +154,7 @@ class Dialogue:
                 rows.append((name, _summed(turns)))
         used, context = last.prompt + len(last.ids), session.context
         size = f" of {context:,}" if context else ""
-        left = f"; the oldest {session.first} turns are left out" if session.first else ""
+        left = f"; {_oldest(session.first)} left out" if session.first else ""
         rows.append(("context", f"{used:,}{size} tokens{left}"))
         for label, value in rows:
             self._print(f"{label:<21}{value}")
@@ -166,13 +166,18 @@ class Dialogue:
         print(text, file=self._errors, flush=True)
 
 
+def _oldest(turns: int) -> str:
+    """So many turns, as the beginning of a sentence that says what is done with them."""
+    return "the oldest turn is" if turns == 1 else f"the oldest {turns} turns are"
+
+
 def _summed(turns: list[Turn]) -> str:
     """Answers, tokens, tokens a second and τ of some turns."""
     figures = [turn.figures for turn in turns]
     tokens, rounds = sum(f.tokens for f in figures), sum(f.rounds for f in figures)
     after = sum(f.tokens - 1 for f in figures if f.rounds)  # the prefill gives the first one
     seconds = sum(f.seconds for f in figures)
-    said = f"{len(turns)} answer{'s' if len(turns) > 1 else ''}, {tokens} tokens"
+    said = f"{counted(len(turns), 'answer')}, {counted(tokens, 'token')}"
     if rounds and seconds:
         said += f", {after / seconds:,.0f} tokens/s, τ {after / rounds:.2f}"
     return said

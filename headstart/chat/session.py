@@ -9,6 +9,7 @@ from typing import Any
 from headstart.heads.core import trained_context
 from headstart.infer import Recorder, Speculator
 from headstart.infer.generate_options import GenerateOptions
+from headstart.infer.measure.progress import counted
 from headstart.show.figures import Figures
 from headstart.terminal import UsageError
 from headstart.train.data.documents import Message, plain_chat, render_chat
@@ -150,8 +151,8 @@ class Session:
                 break
             if first == len(self.turns):
                 raise UsageError(
-                    f"the message and what belongs to it have {ids.shape[1]} tokens, and the target"
-                    f" was made for {context} with the answer; shorten the message"
+                    f"the message and what belongs to it have {counted(ids.shape[1], 'token')}, "
+                    f"and the target was made for {context} with the answer; shorten the message"
                 )
             first += 1
         self.first = first

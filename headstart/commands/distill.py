@@ -7,6 +7,7 @@ headstart distill own-model target.model=ORG/MODEL corpus.source=prompts.jsonl
 import argparse
 import json
 
+from headstart.infer.measure.progress import counted
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -36,8 +37,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     counts = manifest["counts"]
     print(
-        f"{counts['rows']} rows of {counts['tokens']} tokens, {counts['supervised']} of them to be "
-        f"learnt, in {counts['shards']} shards: {stage.plain}"
+        f"{counted(counts['rows'], 'row')} of {counted(counts['tokens'], 'token')}, "
+        f"{counts['supervised']:,} of them to be learnt, in {counted(counts['shards'], 'shard')}: "
+        f"{stage.plain}"
     )
     if stage.reused:
         print("They were there; --fresh writes them anew.")

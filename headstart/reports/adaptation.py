@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from headstart.infer.measure.progress import counted
+
 from .tables import column_table, print_apart, titled
 
 
@@ -19,8 +21,9 @@ def print_adaptation(found: Mapping[str, Any], out: TextIO, title: str) -> None:
     print_apart(titled(out, title), table)
     warm = found["sampling"]["temperature"]
     print(
-        f"{found['requests']} requests, {found['supervised']} tokens of answers trained on, "
-        f"{found['earlier_rows']} earlier rows; temperature {warm:g}.",
+        f"{counted(found['requests'], 'request')}, {counted(found['supervised'], 'token')} of "
+        f"answers trained on, {counted(found['earlier_rows'], 'earlier row')}; temperature "
+        f"{warm:g}.",
         file=out,
     )
     print(file=out)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstart.infer.measure.progress import counted
 from headstart.train.figures.report import drawings
 from headstart.train.figures.report.page import Page, Picture, Sample, Table, write_page
 from headstart.train.figures.report.parts import NOTES, environment, sample
@@ -44,8 +45,8 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
     page = Page(
         title=f"headstart bench: {Path(measured.target).name}",
         said=f"{many} decodes {against['median']:.2f} times as fast as plain decoding"
-        f"{_interval(against)}, with {report['tau']:.2f} tokens per round, on {report['prompts']} "
-        f"prompts of {Path(measured.matrix.prompts).name}.",
+        f"{_interval(against)}, with {report['tau']:.2f} tokens per round, on "
+        f"{counted(report['prompts'], 'prompt')} of {Path(measured.matrix.prompts).name}.",
         facts=_facts(report),
         pictures=bench_pictures(reports),
         tables=[_table(reports), *_categories(report)],

@@ -76,9 +76,13 @@ def _sentences(plan: Plan) -> list[str]:
     return [
         said_of_plan(plan),
         *_trimming(plan),
-        f"It holds for text like that of these {plan.prompts} prompts, written {written}; "
+        f"It holds for text like that of {_these(plan.prompts)}, written {written}; "
         f"{others} (headstart plan --temperature).",
     ]
+
+
+def _these(prompts: int) -> str:
+    return "this one prompt" if prompts == 1 else f"these {prompts} prompts"
 
 
 def _row(candidate: dict[str, Any]) -> list[str]:

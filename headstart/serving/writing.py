@@ -20,6 +20,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.core import trained_context
+from headstart.infer.measure.progress import counted
 from headstart.terminal import one_line
 
 from .stops import UntilStop, before_stop
@@ -84,8 +85,8 @@ class Writer:
             return
         if (room := self._context - length) < 1:
             raise ValueError(
-                f"the prompt has {length} tokens, and the target was made for {self._context} in "
-                "all; shorten it."
+                f"the prompt has {counted(length, 'token')}, and the target was made for "
+                f"{self._context} in all; shorten it."
             )
         config.max_new_tokens = min(config.max_new_tokens or room, room)
 
@@ -103,8 +104,8 @@ class Writer:
         seconds = stats.prefill_seconds + stats.decode_seconds
         tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
         tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
-        written = "1 token" if tokens == 1 else f"{tokens} tokens"
-        print(f"{written} in {seconds:.2f} s ({tokens / seconds:.0f}/s){tau}", file=sys.stderr)
+        written = f"{counted(tokens, 'token')} in {seconds:.2f} s"
+        print(f"{written} ({tokens / seconds:.0f}/s){tau}", file=sys.stderr)
         return found
 
 

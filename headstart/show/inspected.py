@@ -12,6 +12,7 @@ from rich.text import Text
 
 from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
+from headstart.infer.measure.progress import counted
 from headstart.inputs import load_speculator
 from headstart.reports.tables import print_apart, titled, to_json
 from headstart.terminal import UsageError, visible
@@ -44,7 +45,8 @@ def print_tree(name: str, tree: str | None, as_json: bool = False) -> int:
     console = titled(sys.stdout, f"headstart inspect --tree: {name}")
     print_apart(console, drawn)
     if plan is not None:
-        said = f"shares were measured on {plan.prompts} prompts by headstart plan, on {plan.device}"
+        measured = f"on {counted(plan.prompts, 'prompt')} by headstart plan, on {plan.device}"
+        said = f"shares were measured {measured}"
     else:
         said = "headstart plan measures how often each node is accepted; there is no plan yet"
     print_apart(console, Text(said, "dim"))

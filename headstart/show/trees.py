@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 from headstart.heads import OptionError
 from headstart.infer import Policy, StaticTree, Union
+from headstart.infer.measure.progress import counted
 from headstart.infer.replay import ReplayedRound
 from headstart.terminal import visible
 
@@ -27,7 +28,7 @@ def draw_shape(policy: Policy, acceptance: Sequence[Sequence[float]] | None = No
         OptionError: the tree has another shape in each round.
     """
     parts = _static_parts(policy)
-    root = Tree(Text(f"root · {policy.label} · {policy.nodes} nodes", "bold"))
+    root = Tree(Text(f"root · {policy.label} · {counted(policy.nodes, 'node')}", "bold"))
     for number, part in enumerate(parts):
         below = root
         if len(parts) > 1:

@@ -25,7 +25,7 @@ from headstart.heads.core import end_tokens
 from ..speculator import Speculator
 from ..stats import Stats
 from .baselines import Timed, TimedDecode, timed_generate, timed_speculator
-from .progress import with_progress
+from .progress import counted, with_progress
 from .round_parts import REPLAYED_PROMPTS, RoundParts, round_parts
 from .timing import take_turns
 
@@ -142,8 +142,8 @@ def measure_cell(
     """
     if not chats or settings.new_tokens < 2 or settings.repeats < 1:
         raise OptionError(
-            f"found {len(chats)} prompts, {settings.new_tokens} new tokens and {settings.repeats} "
-            "repeats; a measurement needs at least 1, 2 and 1."
+            f"found {counted(len(chats), 'prompt')}, {counted(settings.new_tokens, 'new token')} "
+            f"and {counted(settings.repeats, 'repeat')}; a measurement needs at least 1, 2 and 1."
         )
     decoders = _decoders(model, speculators, settings, temperature, batch_size)
     found = {name: Decoded() for name in decoders}

@@ -16,6 +16,7 @@ from headstart.heads import Drafter, OptionError
 from headstart.heads.core import capture
 
 from ..speculator import Speculator
+from .progress import counted
 
 BATCH = 32  # texts written, or recorded, at once
 
@@ -53,8 +54,8 @@ def write_texts(
     """
     if not prompts or new_tokens < 2:
         raise OptionError(
-            f"found {len(prompts)} prompts and {new_tokens} new tokens; recording ranks needs at "
-            "least 1 and 2."
+            f"found {counted(len(prompts), 'prompt')} and {counted(new_tokens, 'new token')}; "
+            "recording ranks needs at least 1 and 2."
         )
     found: list[Written] = []
     for start in range(0, len(prompts), BATCH):

@@ -21,7 +21,7 @@ from .candidates import SMALL, Candidate, rank_trees, reach
 from .costs import STEPS, DecodeTimes, decode_times, measure_costs
 from .forward_costs import SECONDS
 from .own_text import BATCH, write_texts
-from .progress import progress_bar
+from .progress import counted, progress_bar
 from .ranks import acceptance, measure_ranks
 
 MIN_SPEEDUP = 1.02
@@ -67,9 +67,9 @@ def make_plan(
     check_size("of --max-nodes", max_nodes)
     if batch_size < 1 or max_nodes < 2 or measure < 0 or len(prompts) < batch_size:
         raise OptionError(
-            f"found {len(prompts)} prompts, batch size {batch_size}, {max_nodes} nodes and "
-            f"{measure} trees to measure; planning needs a prompt for each row of a batch, and at "
-            "least 2 nodes."
+            f"found {counted(len(prompts), 'prompt')}, batch size {batch_size}, "
+            f"{counted(max_nodes, 'node')} and {counted(measure, 'tree')} to measure; planning "
+            "needs a prompt for each row of a batch, and at least 2 nodes."
         )
     if isinstance(drafter, DrafterGroup):
         raise OptionError(

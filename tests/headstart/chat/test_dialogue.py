@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headstart.chat.dialogue import Dialogue
+from headstart.chat.dialogue import Dialogue, _oldest
 from headstart.chat.lines import messages_of
 from headstart.chat.session import Session
 from headstart.cli import main
@@ -98,6 +98,13 @@ def test_what_needs_something_else_first_says_so() -> None:
 def test_turns_left_out_are_said() -> None:
     session, _, said = dialogue("who are you?\n" * 6, context=120)
     assert session.first > 0 and "left out: the context is full" in said
+    assert "(the oldest turn is left out" in said and "1 turns" not in said
+    assert _oldest(2) == "the oldest 2 turns are"
+
+
+def test_one_turn_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    assert f"(1 turn written to {file})" in dialogue(f"who?\n/save {file}\n")[2]
 
 
 def test_an_error_is_said_and_the_chat_goes_on() -> None:
