@@ -6,8 +6,11 @@ would take the answer for what was asked.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from .shapes import check_shapes, is_number, shown, wrong
 
@@ -64,6 +67,10 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+_OF_TOKENIZER = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""What the server itself tells the tokenizer, such as the template; no setting of a template."""
+
+
 def check_asked(body: Body, template: Any) -> None:
     """Refuse what the server cannot do, rather than leave it out.
 
@@ -97,6 +104,11 @@ def check_asked(body: Body, template: Any) -> None:
         raise ValueError(
             "the target's tokenizer has no chat template, so it answers no chats; send the text as "
             "the prompt of /v1/completions"
+        )
+    if taken := _OF_TOKENIZER & body.get("chat_template_kwargs", {}).keys():
+        raise ValueError(
+            f"chat_template_kwargs has {shown(min(taken))}, which is no setting of a template; "
+            "leave it out"
         )
     if body.get("tools") and "tools" not in str(template):
         raise ValueError("the target's chat template has no place for tools; leave them out")

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,10 +202,36 @@ def test_an_error_of_a_stream_is_an_object(error: Exception, status: int, said: 
         assert said in events[-2]["message"]
 
 
-def test_one_request_waits_for_another_without_counting_it(
+def test_others_are_answered_while_a_long_prompt_is_tokenized() -> None:
+    class Slow:
+        """A tokenizer that takes its time."""
+
+        def __init__(self, tokenizer: Any):
+            self._tokenizer, self.began = tokenizer, threading.Event()
+            self.may_end = threading.Event()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+        def __call__(self, *given: Any, **options: Any) -> Any:
+            self.began.set()
+            assert self.may_end.wait(WAIT)
+            return self._tokenizer(*given, **options)
+
+    batcher = Scripted(ends(ValueError("enough"), after=0))
+    batcher.tokenizer = slow = Slow(batcher.tokenizer)
+    with served(batcher) as client, ThreadPoolExecutor(1) as pool:
+        body = {"model": "talker", "prompt": "a"}
+        waits = pool.submit(post, client, "/v1/completions", body)
+        assert slow.began.wait(WAIT)
+        assert post(client, "/health", "", "GET")[0] == 200 and not waits.done()
+        slow.may_end.set()
+        assert "enough" in waits.result(WAIT)[1]
+
+
+def test_the_rate_is_without_the_time_of_waiting(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The rate that is printed is of the seconds in which the answer was written."""
     batcher = Scripted(lambda written: None)
     batcher.stats = SimpleNamespace(prefill_seconds=0.25, decode_seconds=0.25, rounds=0)  # type: ignore[assignment]
     with served(batcher) as client:

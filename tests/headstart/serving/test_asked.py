@@ -49,6 +49,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"input": "a", "conversation": "c1"}, "x", "whole conversation"),
         ({"input": "a", "max_tool_calls": 2}, "x", "max_tool_calls is 2"),
         ({"input": "a", "text": {"verbosity": "low"}}, "x", "text is "),
+        ({"messages": SAID, "chat_template_kwargs": {"chat_template": "x"}}, "x", "no setting of"),
+        ({"messages": SAID, "chat_template_kwargs": {"tokenize": False}}, "x", "'tokenize'"),
         ({"prompt": "a", "temperature": float("inf")}, None, "temperature is inf"),
         ({"prompt": "a", "temperature": "hot"}, None, "'hot'; expected a number from 0"),
         ({"prompt": "a", "top_p": True}, None, "expected a number from 0 to 1"),
@@ -72,6 +74,7 @@ def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
         ({"input": "a", "background": False, "truncation": "disabled"}, "x"),
         ({"messages": SAID, "parallel_tool_calls": False, "modalities": ["text"]}, "x"),
         ({"messages": SAID, "tools": TOOLS, "parallel_tool_calls": True}, "{{ tools }}"),
+        ({"messages": SAID, "chat_template_kwargs": {"enable_thinking": False}}, "x"),
         ({"prompt": "a", "frequency_penalty": 0, "repetition_penalty": 1.3}, None),
     ],
 )
