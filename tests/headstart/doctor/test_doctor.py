@@ -183,8 +183,16 @@ def test_long_texts_are_cut_as_bench_cuts_them(
     assert json.loads(capsys.readouterr().out)["measured"]
 
 
-def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     heads = save(model, tmp_path / "heads")
+    assert main(command(heads, tmp_path, "--limit", "2")) == 2
+    assert "found 2 prompts with --limit 2" in capsys.readouterr().err
+    monkeypatch.setattr("headstart.commands.doctor.LEAST_PROMPTS", 0)  # some may be left out later
     assert main(command(heads, tmp_path, "--limit", "2")) == 2
     assert "found 2 prompts to decode" in capsys.readouterr().err
     assert main(command(heads, tmp_path, "--template-kwargs", "[1]")) == 2
