@@ -67,6 +67,37 @@ def test_a_stop_string_is_not_in_the_answer(client: Any) -> None:
     assert found.choices[0].text == whole[: whole.index(whole[5:7])] != whole
 
 
+def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
+    from transformers.cli.serving.utils import ReasoningText, ToolCall
+
+    from headstart.serving.handlers import Chats
+    from headstart.serving.writing import _Cut
+
+    said: Any = SimpleNamespace(items=[], put_nowait=lambda item: said.items.append(item))
+    loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, item: call(item))
+    call = ToolCall("f", "{}")
+    tokenizer: Any = speaker(256).tokenizer
+
+    def written(*items: Any) -> list[Any]:
+        said.items = []
+        cut = _Cut(tokenizer._tokenizer, loop, said, None, ["XY"])
+        for item in items:
+            cut._enqueue(item)
+        return [(type(item), item) for item in said.items]
+
+    thought = ReasoningText
+    assert written(thought("aX"), "Yb", "cX", call, None) == [
+        (thought, "a"), (thought, "X"), (str, "Yb"), (str, "c"), (str, "X"), (ToolCall, call),
+        (type(None), None),
+    ]  # fmt: skip
+    assert written(thought("aXY"), "b", None) == [(thought, "a"), (type(None), None)]
+    chats: Any = Chats.__new__(Chats)
+    chats._config = SimpleNamespace(stop_strings=["XY"])
+    found = chats._build_completion("1", "saidXY", "m", "stop", reasoning_content="soXY")
+    message = found["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("said", "so")
+
+
 def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:
     whole = client.chat.completions.create(**BODY).choices[0].message.content
     for given in ({"logit_bias": {"70": 100}}, {"extra_body": {"repetition_penalty": 1.8}}):
