@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "greedy sampling": ({"rule": "greedy", "do_sample": True}, "rule 'greedy' with do_sample"),
     "padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "padded on the right"),
     "empty": ({"ids": torch.zeros(1, 0, dtype=torch.long)}, "empty"),
-    "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds for 1 rows"),
+    "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds for 1 row;"),
 }
 
 
