@@ -198,15 +198,23 @@ def check_rule(rule: str | None, temperature: float | None) -> None:
 
 
 def _tokenizer_and_context(target: str, trust: bool) -> tuple[Any, int | None]:
-    """What a target's tokenizer and config say, before its weights are read."""
+    """What a target's tokenizer and config say, before its weights are read.
+
+    The context is None where only loading the target shows it: a folder of an adapter has no config
+    of the model that it adapts.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
+    from headstart.heads import ArtifactError
     from headstart.heads.artifacts.hub import target_options
     from headstart.heads.core import declared_context, load_pretrained
 
     options = {**target_options(target), "trust_remote_code": trust}
-    tokenizer, config = (load_pretrained(k, target, **options) for k in (AutoTokenizer, AutoConfig))
-    return tokenizer, declared_context(config)
+    tokenizer = load_pretrained(AutoTokenizer, target, **options)
+    try:
+        return tokenizer, declared_context(load_pretrained(AutoConfig, target, **options))
+    except (ArtifactError, OSError):
+        return tokenizer, None
 
 
 def _check_names(options: argparse.Namespace) -> None:

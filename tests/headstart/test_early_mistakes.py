@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import headstart
 from headstart.cli import main
@@ -196,3 +197,15 @@ def test_greedy_text_alone_is_compared_at_temperature_0(
     assert main([*command[:-1], "--temperature", "0"]) == 0
     printed = capsys.readouterr().out
     assert "Sampled" not in printed and "All of 4 tokens after 1 prompt are" in printed
+
+
+def test_a_folder_of_an_adapter_is_a_target(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has a tokenizer, and no config of the model."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(target), LoraConfig())
+    model.save_pretrained(str(tmp_path / "adapted"))
+    AutoTokenizer.from_pretrained(target).save_pretrained(tmp_path / "adapted")
+    given = ["--drafter", "lookup", "--prompt", "import os", "--max-new-tokens", "4"]
+    assert main(["generate", "--target", str(tmp_path / "adapted"), *given]) == 0
+    assert capsys.readouterr().out
