@@ -78,7 +78,7 @@ def check_context(context: int | None, prompt: int, new_tokens: int | None) -> N
     """
     if context is None or (room := context - (prompt or 1)) >= (new_tokens or 1):
         return
-    from headstart.infer.measure.progress import counted
+    from headstart.heads.core import counted
 
     said = [f"the prompt has {counted(prompt, 'token')}"] if prompt else []
     if new_tokens is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.inputs import encode
 from headstart.terminal import UsageError
 

@@ -22,9 +22,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from headstart.heads import OptionError, Sampling
-from headstart.heads.core import STATEFUL, device_and_dtype, row_seeds
-
-from .measure.progress import counted
+from headstart.heads.core import STATEFUL, counted, device_and_dtype, row_seeds
 
 _OTHER_METHODS = {
     "constraints": "constrained beam search",

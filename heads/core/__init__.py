@@ -13,6 +13,7 @@ from .errors import (
     OptionError,
     UnsupportedTarget,
     brief,
+    counted,
 )
 from .final import FINAL
 from .paths import parents_of_paths

@@ -13,6 +13,16 @@ def brief(reason: object, length: int | None = 160) -> str:
     return " ".join(str(reason).split())[:length]
 
 
+def counted(number: float, unit: str) -> str:
+    """A number of things, and what they are called.
+
+    >>> counted(8, "batch"), counted(1, "text"), counted(0, "tree")
+    ('8 batches', '1 text', '0 trees')
+    """
+    several = "" if number == 1 else "es" if unit.endswith(("ch", "s")) else "s"
+    return f"{number:,.0f} {unit}{several}"
+
+
 class HeadstartError(ValueError):
     """Base of all errors that a different input would avoid."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.terminal import UsageError, one_line, visible
 
 from .lines import Messages

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.heads.core import trained_context
+from headstart.heads.core import counted, trained_context
 from headstart.infer import Recorder, Speculator
 from headstart.infer.generate_options import GenerateOptions
-from headstart.infer.measure.progress import counted
 from headstart.show.figures import Figures
 from headstart.terminal import UsageError
 from headstart.train.data.documents import Message, plain_chat, render_chat

@@ -7,7 +7,7 @@ headstart distill own-model target.model=ORG/MODEL corpus.source=prompts.jsonl
 import argparse
 import json
 
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.terminal import quiet_stdout
 
 from . import options as shared

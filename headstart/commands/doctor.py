@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.doctor import LEAST_PROMPTS
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.inputs import drafter_sources, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 

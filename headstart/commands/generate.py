@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         check_context(context, encoded[0].input_ids.shape[1], options.max_new_tokens)
 
     speculator = load_speculator(options, early)
-    from headstart.infer.measure.progress import counted
+    from headstart.heads.core import counted
     from headstart.reports.tables import said_of_forwards
     from headstart.show import ShowStreamer
 

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.inputs import check_new_tokens, has_room_for, load_speculator, read_documents
 from headstart.long_prompts import prompts_of
 from headstart.terminal import quiet_stdout, tell

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from headstart.heads import Manifest, OptionError
+from headstart.heads.core import counted
 from headstart.infer.measure.noise import Gain
-from headstart.infer.measure.progress import counted
 from headstart.train.data.documents import Document
 from headstart.train.provenance import mean_loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 
 from .tables import column_table, print_apart, titled
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.train.figures.report import drawings
 from headstart.train.figures.report.page import Page, Picture, Sample, Table, write_page
 from headstart.train.figures.report.parts import NOTES, environment, sample

@@ -19,8 +19,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from headstart.heads.core import trained_context
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted, trained_context
 from headstart.terminal import one_line
 
 from .stops import UntilStop, before_stop

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.infer.measure.progress import counted
+from headstart.heads.core import counted
 from headstart.inputs import load_speculator
 from headstart.reports.tables import print_apart, titled, to_json
 from headstart.terminal import UsageError, visible

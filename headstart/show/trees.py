@@ -10,8 +10,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from headstart.heads import OptionError
+from headstart.heads.core import counted
 from headstart.infer import Policy, StaticTree, Union
-from headstart.infer.measure.progress import counted
 from headstart.infer.replay import ReplayedRound
 from headstart.terminal import visible
 

@@ -20,12 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import OptionError
-from headstart.heads.core import end_tokens
+from headstart.heads.core import counted, end_tokens
 
 from ..speculator import Speculator
 from ..stats import Stats
 from .baselines import Timed, TimedDecode, timed_generate, timed_speculator
-from .progress import counted, with_progress
+from .progress import with_progress
 from .round_parts import REPLAYED_PROMPTS, RoundParts, round_parts
 from .timing import take_turns
 

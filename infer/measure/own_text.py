@@ -13,10 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, OptionError
-from headstart.heads.core import capture
+from headstart.heads.core import capture, counted
 
 from ..speculator import Speculator
-from .progress import counted
 
 BATCH = 32  # texts written, or recorded, at once
 

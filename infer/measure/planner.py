@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.artifacts.plan import Plan, dtype_name, machine
-from headstart.heads.core import device_of, offloaded
+from headstart.heads.core import counted, device_of, offloaded
 
 from ..speculator import Speculator
 from ..target import AUTO, way_to_run
@@ -21,7 +21,7 @@ from .candidates import SMALL, Candidate, rank_trees, reach
 from .costs import STEPS, DecodeTimes, decode_times, measure_costs
 from .forward_costs import SECONDS
 from .own_text import BATCH, write_texts
-from .progress import counted, progress_bar
+from .progress import progress_bar
 from .ranks import acceptance, measure_ranks
 
 MIN_SPEEDUP = 1.02

@@ -9,6 +9,8 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from headstart.heads.core import counted
+
 SHARE = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 """The form of a bar over a share of 1."""
 
@@ -69,16 +71,6 @@ class Lines:
             parts.append(f"{tqdm.format_interval(seconds / share - seconds)} left")
         parts += [self.postfix] if self.postfix else []
         print(f"{self.desc}: {', '.join(parts)}", file=self.file or sys.stderr, flush=True)
-
-
-def counted(number: float, unit: str) -> str:
-    """A number of things, and what they are called.
-
-    >>> counted(8, "batch"), counted(1, "text"), counted(0, "tree")
-    ('8 batches', '1 text', '0 trees')
-    """
-    several = "" if number == 1 else "es" if unit.endswith(("ch", "s")) else "s"
-    return f"{number:,.0f} {unit}{several}"
 
 
 def progress_bar(total: float, desc: str, unit: str = "", disable: bool = False) -> Any:

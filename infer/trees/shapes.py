@@ -5,8 +5,8 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from headstart.heads import OptionError
+from headstart.heads.core import counted
 
-from ..measure.progress import counted
 from .limits import check_size
 
 
