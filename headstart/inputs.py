@@ -90,11 +90,6 @@ def check_context(context: int | None, prompt: int, new_tokens: int | None) -> N
     )
 
 
-def has_room_for(new_tokens: int) -> Early:
-    """Refuses a target without room for so many new tokens after some prompt."""
-    return lambda _, context: check_context(context, 0, new_tokens)
-
-
 def _check_memory(speculator: Speculator, tokens: int) -> None:
     from headstart.heads.core import total_bytes
 
@@ -108,9 +103,11 @@ def _check_memory(speculator: Speculator, tokens: int) -> None:
         )
 
 
-def check_new_tokens(speculator: Speculator, new_tokens: int) -> None:
-    """Refuse more new tokens for every prompt than the target was made for."""
-    check_length(speculator, 0, new_tokens)
+def load_with_room(options: argparse.Namespace, new_tokens: int) -> Speculator:
+    """`load_speculator`, of a target that has room for so many new tokens after some prompt."""
+    speculator = load_speculator(options, lambda _, room: check_context(room, 0, new_tokens))
+    check_length(speculator, 0, new_tokens)  # memory, and what only loading shows
+    return speculator
 
 
 def load_speculator(options: argparse.Namespace, early: Early | None = None) -> Speculator:

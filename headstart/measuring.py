@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from headstart.inputs import (
     check_decoding,
     check_name,
-    check_new_tokens,
     check_prompts,
     check_rule,
     encode,
-    has_room_for,
-    load_speculator,
+    load_with_room,
 )
 from headstart.long_prompts import is_cut, notes_on, room_for, taken, without_oldest_turn
 from headstart.matrix import Matrix, check_trees, trees_of
@@ -143,8 +141,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
     given.drafter, given.tree = sources[0] or None, matrix.trees or None
     given.expansion, given.in_place = matrix.expansion, False
-    first = load_speculator(given, has_room_for(matrix.new_tokens))
-    check_new_tokens(first, matrix.new_tokens)
+    first = load_with_room(given, matrix.new_tokens)
     loaded = [first]
     if len(sources) > 1:
         _check_adapters(sources)

@@ -67,8 +67,8 @@ class EachRow(LogitsProcessor):
     """What the warpers of transformers make of scores, each row by settings of its own.
 
     Scores [M, V] are those of B rows, M / B after one another. Rows of temperature 0 stay as they
-    are; `Sampling` adds no noise to them. A repetition penalty is a
-    processor of its own, see `processors_by_row`: a drafter's proposals do not follow it.
+    are; `Sampling` adds no noise to them. A repetition penalty is a processor of its own, see
+    `processors_by_row`: a drafter's proposals do not follow it.
 
     Attributes:
         numbers: [4, B] float64, the first fields of `RowSettings`.

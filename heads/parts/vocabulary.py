@@ -15,7 +15,6 @@ from ..core import (
     logit_factor,
     offloaded,
     output_layer,
-    output_rows,
     weight_of,
 )
 from ..drafter import DrafterConfig, Step
@@ -91,7 +90,7 @@ class TrimmedVocabulary(TrainableDrafter):
         Raises:
             OptionError: it is trimmed, and there are no counts.
         """
-        rows = output_rows(self.target)  # [V, D]
+        rows = self._scaled(weight_of(output_layer(self.target)))  # [V, D]
         if not self.config.draft_vocab_size:
             return rows
         if token_counts is None:

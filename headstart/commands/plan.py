@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.inputs import check_new_tokens, has_room_for, load_speculator, read_documents
+from headstart.inputs import load_with_room, read_documents
 from headstart.long_prompts import prompts_of
 from headstart.terminal import UsageError, quiet_stdout, tell
 
@@ -65,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
-    speculator = load_speculator(options, has_room_for(options.new_tokens))
-    check_new_tokens(speculator, options.new_tokens)
+    speculator = load_with_room(options, options.new_tokens)
     assert speculator.drafter is not None
     from headstart.heads.artifacts.plan import write_plan
     from headstart.infer.measure.planner import make_plan

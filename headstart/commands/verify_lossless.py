@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from headstart.heads.core import counted
-from headstart.inputs import check_new_tokens, has_room_for, load_speculator, read_documents
+from headstart.inputs import load_with_room, read_documents
 from headstart.long_prompts import prompts_of
 from headstart.terminal import quiet_stdout, tell
 
@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """
     documents = read_documents(options)
     options.in_place = False  # the text is compared with that of the target as it is
-    speculator = load_speculator(options, has_room_for(options.new_tokens))
-    check_new_tokens(speculator, options.new_tokens)
+    speculator = load_with_room(options, options.new_tokens)
     from headstart.infer.measure.lossless_greedy import compare_greedy
     from headstart.infer.measure.lossless_sampled import compare_sampled
     from headstart.reports.tables import to_json

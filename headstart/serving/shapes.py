@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from headstart.train.data.parsing import TEXT_PARTS
+
 _FIELDS: dict[str, tuple[type, str]] = {
     "prompt": (str, "a text"),
     "messages": (list, "a list of messages"),
@@ -19,7 +21,6 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "reasoning": (dict, "an object"),
     "generation_config": (str, "a JSON object, written as a text"),
 }
-_TEXTS = frozenset({"text", "input_text", "output_text"})  # the types of parts that hold text
 _CALLS = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id",),
@@ -157,7 +158,7 @@ def _check_message(message: Any, at: str) -> None:
             )
 
 
-def _check_content(content: Any, at: str, kinds: frozenset[str] = _TEXTS) -> None:
+def _check_content(content: Any, at: str, kinds: frozenset[str] = TEXT_PARTS) -> None:
     """Refuse what is neither a text nor a list of parts that hold text."""
     if isinstance(content, str):
         return

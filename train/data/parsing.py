@@ -31,7 +31,8 @@ IDS = ("prompt_token_ids", "token_ids")
 """The tokens of a prompt and of its answer, as vLLM calls them."""
 OPENINGS = "answers_without_question"  # in the counts: turns of an assistant that open a chat
 OF_IDS = "rows_of_ids_alone"  # in the counts: rows of known tokens whose text cannot be read
-_TEXT = ("text", "input_text", "output_text")  # the types of a message's parts that are text
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""The types of a message's parts that are text, in the protocols of OpenAI."""
 
 
 class _PartError(CorpusError):
@@ -134,10 +135,9 @@ def _messages(value: Any, key: str) -> list[Message]:
         role = _ROLES[role]
         content = _joined(found.get("content", found.get("value")), f"{key}: message {number}")
         extra = {name: found[name] for name in _OF_TOOLS if found.get(name)}
+        if "tool_calls" in extra:
+            extra["tool_calls"] = with_objects(extra["tool_calls"])
         if extra:
-            extra |= (
-                {"tool_calls": with_objects(calls)} if (calls := extra.get("tool_calls")) else {}
-            )
             _check_json(extra, f"{key}: message {number}")
         if not content and role == "system":
             continue  # many data sets have a place for one and leave it empty
@@ -157,7 +157,7 @@ def _joined(content: Any, what: str) -> Any:
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             found = f"of the type {kind[:40]}" if isinstance(kind, str) else "without a type"
             raise _PartError(
                 f"{what} has a part {found}; expected a string, or parts of text alone"
