@@ -112,6 +112,8 @@ def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[s
                   lambda: search_kernels.level(found, logs, logs[0, :1], 8, 0)),
         "nodes of a search": (search_kernels, ["_select"],
                   lambda: search_kernels.select(ids[:, :1], ranked[1], *ranked, nodes)),
+        "final beams of a search": (search_kernels, ["_ends"],
+                  lambda: search_kernels.ends(found, logs)),
         "shape of a tree": (tree_kernels, ["_shape"], lambda: tree_kernels.shape(ids, 7)),
         "best tokens": (best_kernels, ["_part", "_merge"],
                   lambda: best_kernels.best_of(scores, 10, logs=True)),

@@ -1,7 +1,7 @@
 """The candidates of a search: which of a level are extended, and which of all make the tree.
 
-On CUDA each of the two is one launch, see `search_kernels`; with torch's operators they take some
-dozen launches a level and twenty for the tree.
+On CUDA each step is one launch, see `search_kernels`; with torch's operators it is some dozen
+launches a level and twenty for the tree.
 """
 
 from __future__ import annotations
@@ -77,6 +77,22 @@ def select_nodes(
     return _select(root, tokens, scores, parents, nodes)
 
 
+def beam_ends(kept: Tensor, best: Tensor) -> Tensor:
+    """Minus the place of the best final beam through each beam of a search; -inf where none is.
+
+    Where no beam of a level goes on, those of the level before are final.
+
+    Args:
+        kept: [B, D, w] which candidates of a level, w children of each of w beams, are beams.
+        best: [B, D, w] float64, their scores.
+
+    Returns:
+        [B, D, w] float64.
+    """
+    fits = _has_kernels(best, kept.shape[-1] ** 2)
+    return (_ends_launch if fits else _ends)(kept, best)
+
+
 def best_places(scores: Tensor, count: int) -> Tensor:
     """The places of the best scores, [B, C] -> [B, count], best first; of equals, the earlier."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
@@ -105,6 +121,19 @@ def _select(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes
     return tokens, pad(above, (1, 0), value=-1), pad(chosen < count, (1, 0), value=True)
 
 
+def _ends(kept: Tensor, best: Tensor) -> Tensor:
+    width = kept.shape[-1]
+    places = -torch.arange(width, dtype=torch.float64, device=best.device)
+    finals = torch.where(best == NEVER, best, places)  # [B, D, w], if the level were the last
+    ends = [finals[:, -1]]
+    for level in range(kept.shape[1] - 1, 0, -1):
+        below, parent = ends[-1], kept[:, level] // width
+        passing = torch.full_like(below, NEVER).scatter_reduce(1, parent, below, "amax")
+        dry = (below == NEVER).all(1, keepdim=True)
+        ends.append(torch.where(dry, finals[:, level - 1], passing))
+    return torch.stack(ends[::-1], 1)
+
+
 def _has_kernels(scores: Tensor, candidates: int) -> bool:
     return candidates <= _MOST and has_triton(scores)
 
@@ -129,5 +158,15 @@ def _select_kernel(
     return search_kernels.select(root, tokens, scores, parents, nodes)
 
 
+@torch.library.custom_op("headstart::beam_ends", mutates_args=())
+def _ends_kernel(kept: Tensor, best: Tensor) -> Tensor:
+    if not has_triton(best):
+        return _ends(kept, best)
+    from . import search_kernels
+
+    return search_kernels.ends(kept, best)
+
+
 _level_launch: Any = _level_kernel
 _select_launch: Any = _select_kernel
+_ends_launch: Any = _ends_kernel

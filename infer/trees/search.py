@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 from headstart.heads.core import best_log_probabilities
 
-from .candidates import NEVER, SearchLevel, grow_level, select_nodes
+from .candidates import NEVER, SearchLevel, beam_ends, grow_level, select_nodes
 from .children import Children, rows_of
 from .expansions import SAMPLED, Expansion
 from .limits import check_size
@@ -157,7 +157,9 @@ class Beam(BeamShape, SearchedTree):
     def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
         tokens = torch.cat([level.inner for level in levels], dim=1)
         parents = torch.cat([level.parent for level in levels], dim=1)  # [B, D * width]
-        return tokens, torch.cat(final_beams(levels, self.width), dim=1), parents + 1
+        kept = torch.stack([level.kept for level in levels], dim=1)  # [B, D, width]
+        best = torch.stack([level.best for level in levels], dim=1)
+        return tokens, beam_ends(kept, best).flatten(1), parents + 1
 
 
 def best_children(
@@ -182,18 +184,3 @@ def best_children(
     if most == count:
         return ids, values
     return pad(ids, missing, value=-1), pad(values, missing, value=NEVER)
-
-
-def final_beams(levels: Sequence[SearchLevel], width: int) -> list[Tensor]:
-    """For each level minus the place of the best final beam through each beam, or -inf: [B, w]."""
-    goals: list[Tensor] = []
-    order = -torch.arange(width, dtype=torch.float64, device=levels[0].best.device)
-    for level in reversed(levels):
-        ends = torch.where(level.best == NEVER, level.best, order)  # [B, width]
-        if goals:
-            below, parent = goals[-1], levels[len(levels) - len(goals)].kept // width
-            passing = torch.full_like(below, NEVER).scatter_reduce(1, parent, below, "amax")
-            dry = (below == NEVER).all(1, keepdim=True)
-            ends = torch.where(dry, ends, passing)
-        goals.append(ends)
-    return goals[::-1]

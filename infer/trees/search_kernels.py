@@ -82,6 +82,24 @@ def _select(
     tl.store(valid + at, (node == 0).to(tl.int8), left)
 
 
+@triton.jit(do_not_specialize=["depth", "width"])
+def _ends(kept, best, ends, depth, width, BEAMS: tl.constexpr):
+    row, beam = tl.program_id(0).to(tl.int64), tl.arange(0, BEAMS)
+    ok, never = beam < width, float("-inf")
+    place = -beam.to(tl.float64)
+    at = (row * depth + depth - 1) * width + beam
+    end = tl.where(tl.load(best + at, ok, never) == never, never, place)
+    tl.store(ends + at, end, ok)
+    for _ in range(1, depth):
+        parent = tl.where(ok, tl.load(kept + at, ok, 0) // width, -1)
+        through = tl.where(parent[:, None] == beam[None, :], end[:, None], never)
+        dry = tl.max(end, 0) == never
+        at -= width
+        final = tl.where(tl.load(best + at, ok, never) == never, never, place)
+        end = tl.where(dry, final, tl.max(through, 0))
+        tl.store(ends + at, end, ok)
+
+
 def level(
     ids: Tensor, values: Tensor, above: Tensor, keep: int, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -119,6 +137,17 @@ def select(
             CANDIDATES=_block(count), NODES=_block(nodes), CHUNK=_CHUNK, num_warps=_WARPS,
         )  # fmt: skip
     return new_tokens, above, valid
+
+
+def ends(kept: Tensor, best: Tensor) -> Tensor:
+    """See `candidates.beam_ends`."""
+    kernel: Any = _ends
+    kept, best = kept.contiguous(), best.contiguous()
+    batch, depth, width = kept.shape
+    found = torch.empty_like(best)
+    with launching_on(best):
+        kernel[(batch,)](kept, best, found, depth, width, BEAMS=_block(width))
+    return found
 
 
 def _block(size: int) -> int:

@@ -19,6 +19,8 @@ LEVELS = [(1, 4, 1, 4), (4, 8, 4, 8), (5, 3, 5, 2), (8, 8, 1, 63), (3, 1, 3, 3),
 
 TREES = [(3, 2), (20, 7), (20, 30), (64, 64), (100, 33)]  # candidates and nodes
 
+BEAMS = [(1, 4), (7, 8), (3, 5), (4, 1), (2, 33)]  # levels and beams
+
 
 def levels() -> list[tuple[Any, ...]]:
     """With equal scores, nodes that are no candidates, scores above 0, and NaN."""
@@ -52,6 +54,20 @@ def selections() -> list[tuple[Any, ...]]:
     return found
 
 
+def searches() -> list[tuple[Any, ...]]:
+    """Beams that none of the last ones go through, that are no candidates, and that end early."""
+    generator, found = torch.Generator().manual_seed(2), []
+    for depth, width in BEAMS:
+        size = 4, depth, width
+        kept = torch.randint(0, width * width, size, generator=generator)
+        best = -torch.rand(size, generator=generator).double()
+        best[1, :, width // 2 :] = NEVER
+        best[2, depth // 2 :] = NEVER  # the search of this row ran dry
+        best[3] = NEVER
+        found.append((kept, best))
+    return found
+
+
 def wrong(device: str = "cpu") -> list[str]:
     from headstart.infer.trees import search_kernels as kernels
 
@@ -59,6 +75,11 @@ def wrong(device: str = "cpu") -> list[str]:
     both: list[tuple[str, Any, Any, Any]] = [
         ("level", kernels.level, candidates._level, levels()),
         ("select", kernels.select, candidates._select, selections()),
+        (
+            "ends",
+            *(lambda *given, of=of: [of(*given)] for of in (kernels.ends, candidates._ends)),
+            searches(),
+        ),
     ]
     for name, kernel, define, cases in both:
         for number, case in enumerate(cases):
@@ -80,8 +101,10 @@ def test_the_kernels_compiled() -> None:
     assert wrong("cuda") == []
 
 
-@pytest.mark.parametrize("tree", ["best-first:12,3,3", "beam:3,3"])
-def test_where_they_are_asked_for(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tree", "ends"), [("best-first:12,3,3", []), ("beam:3,3", ["ends"])])
+def test_where_they_are_asked_for(
+    tree: str, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In each level and for each tree, and never for more candidates than a program compares."""
     asked: list[str] = []
 
@@ -93,13 +116,18 @@ def test_where_they_are_asked_for(tree: str, monkeypatch: pytest.MonkeyPatch) ->
         asked.append("select")
         return candidates._select(*given)
 
+    def through(*given: Any) -> Any:
+        asked.append("ends")
+        return candidates._ends(*given)
+
     speculator = Speculator(made("eagle").target, made("eagle"), tree=tree)
     plain = speculator.generate(prompts([7])[0], max_new_tokens=12)
     monkeypatch.setattr(candidates, "has_triton", lambda scores: True)
     monkeypatch.setattr(candidates, "_level_launch", level)
     monkeypatch.setattr(candidates, "_select_launch", select)
+    monkeypatch.setattr(candidates, "_ends_launch", through)
     assert torch.equal(speculator.generate(prompts([7])[0], max_new_tokens=12), plain)
-    assert asked == ["level", "level", "level", "select"] * speculator.stats.rounds
+    assert asked == ["level", "level", "level", *ends, "select"] * speculator.stats.rounds
     assert not candidates._has_kernels(torch.zeros(1), candidates._MOST + 1)
 
 
