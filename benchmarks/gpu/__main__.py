@@ -58,6 +58,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--here", action="store_true", help="no process for each family, which takes less time"
     )
+    parser.add_argument(
+        "--vocabulary", metavar="N", type=int,
+        help="in the parts of costs, time the drafters that can be trimmed with N tokens, too",
+    )  # fmt: skip
     add_json_argument(parser)
     return parser
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headstart.heads.artifacts.trimming import trimmed
+from headstart.heads.core import ArtifactError, OptionError
 from headstart.infer.measure.candidates import rank_trees
 from headstart.infer.measure.costs import Costs
 
@@ -43,17 +45,26 @@ def costs(part: str, job: Job, entries: Entries) -> None:
             },
         )
 
-    def work(name: str) -> dict[str, Any]:
-        drafter = random_drafter(name, model())
+    def work(entry: str, family: str, vocabulary: int | None = None) -> dict[str, Any]:
+        drafter = random_drafter(family, model())
+        if vocabulary is not None:
+            try:
+                drafter = trimmed(drafter, torch.arange(vocabulary))
+            except (ArtifactError, OptionError) as error:
+                return {"family": family, "left_out": str(error)}
         depth = min(scale.depth, drafter.max_depth or scale.depth)
-        choose = _chooser(job, name, depth)
-        return shape_costs.round_costs(
+        choose = _chooser(job, entry, depth)
+        found = shape_costs.round_costs(
             model(), drafter, choose, scale.context, scale.tokens, scale.repeats,
             scale.nodes, depth,
         )  # fmt: skip
+        return {"family": family, **found}
 
     for name in job.families:
-        entries.measure(name, functools.partial(work, name))
+        entries.measure(name, functools.partial(work, name, name))
+        if (size := job.vocabulary) is not None:
+            entry = f"{name} with {size:,} tokens"
+            entries.measure(entry, functools.partial(work, entry, name, size))
 
 
 def _chooser(job: Job, name: str, depth: int) -> Callable[[Costs], dict[str, Any]]:

@@ -47,6 +47,7 @@ class Job:
         corpus: the text in place of the recipe's; None for that one.
         jobs: families that are measured at once in the parts `UNTIMED`.
         here: measure all of them in this process.
+        vocabulary: time the drafters with so many of the tokens, too, in the parts of costs.
     """
 
     parts: tuple[str, ...]
@@ -59,6 +60,7 @@ class Job:
     fresh: bool = False
     jobs: int = 1
     here: bool = False
+    vocabulary: int | None = None
 
     @property
     def apart(self) -> bool:
@@ -99,6 +101,7 @@ def make_job(
     fresh: bool = False,
     jobs: int = 1,
     here: bool = False,
+    vocabulary: int | None = None,
 ) -> Job:
     """Check what the command line says; None takes the default.
 
@@ -110,6 +113,8 @@ def make_job(
     chosen = _known("--part", parts, PARTS)
     if jobs < 1:
         raise UsageError(f"--jobs {jobs}: expected 1 or more")
+    if vocabulary is not None and vocabulary < 1:
+        raise UsageError(f"--vocabulary {vocabulary}: expected 1 or more")
     if here and jobs > 1:
         raise UsageError(
             f"--jobs {jobs} with --here: one process measures one family at a time; leave one out"
@@ -131,6 +136,7 @@ def make_job(
         fresh=fresh,
         jobs=jobs,
         here=here,
+        vocabulary=vocabulary,
     )
 
 

@@ -51,6 +51,7 @@ def run_apart(job: Job) -> bool:
     line = [sys.executable, "-m", "benchmarks.gpu", "--device", job.device, "--size", job.size]
     line += ["--output", str(job.folder), "--trained", str(job.trained)]
     line += [] if job.corpus is None else ["--corpus", job.corpus]
+    line += [] if job.vocabulary is None else ["--vocabulary", str(job.vocabulary)]
 
     def measure(parts: Sequence[str], family: str) -> bool:
         print(f"{family}:", file=sys.stderr)

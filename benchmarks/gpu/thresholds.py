@@ -154,13 +154,13 @@ def _trees(parts: Parts) -> Iterator[Reading]:
 
 def _rounds(parts: Parts) -> Iterator[Reading]:
     plain = parts["costs-8b"].get("plain", {}).get("peak_bytes")
-    for family, entry in parts["costs-8b"].items():
+    for name, entry in parts["costs-8b"].items():
         for kind, tree in entry.get("trees", {}).items():
-            of = f"{family}, {kind} of {tree['nodes']}"
+            of = f"{name}, {kind} of {tree['nodes']}"
             inside = tree["parts"]  # of the same rounds
             forwards = inside["draft"] + inside["verify"]
             yield Reading("3", of, 1 - forwards / inside["round"])
-            least = Limit(least=EFFICIENCY.get(family))
+            least = Limit(least=EFFICIENCY.get(entry.get("family", name)))
             yield Reading("4", of, entry["plain_ms"] / tree["round_ms"], own=least)
             if plain and tree["peak_bytes"]:
                 fair = plain + entry["weight_bytes"] + entry["cache_bytes"]

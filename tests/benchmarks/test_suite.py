@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import costs as shape_costs
 from benchmarks.gpu import suite
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.entries import Entries, read_part, write_json
@@ -295,6 +296,7 @@ def test_every_part_alone_for_every_family(tmp_path: Path) -> None:
         (["--part", "costs-8"], "did you mean 'costs-8b'"),
         (["--family", "redraftr"], "did you mean 'redrafter'"),
         (["--jobs", "0"], "--jobs 0: expected 1 or more"),
+        (["--vocabulary", "0"], "--vocabulary 0: expected 1 or more"),
         (["--jobs", "2", "--here"], "--jobs 2 with --here: one process measures one family"),
         (["--device", "cuda"], "finds 0 GPUs here; use --device cpu"),
         (["--tree", "chain:4"], "unrecognized arguments: --tree"),
@@ -365,6 +367,8 @@ BY_HAND: dict[str, Any] = {
         "trees at 2048": {"context": 2048, "verify_ms": {"1": 2.0, "64": 2.5, "128": 3.0}},
         "medusa": {"plain_ms": 10.0, "trees": {"tree": TREE, "chain": TREE | {"round_ms": 25.0}},
                    "weight_bytes": 20, "cache_bytes": 5},
+        "medusa with 9 tokens": {"family": "medusa", "plain_ms": 10.0, "weight_bytes": 20,
+                                 "cache_bytes": 5, "trees": {"tree": TREE | {"round_ms": 12.5}}},
     },
     "acceptance": {"medusa": {"ranks": [[[0, 0], [0, 0], [0, 0], [1, 1], [0, 3]]]}},
     "baselines": {"medusa": {"ms_per_token": {
@@ -389,6 +393,8 @@ def test_thresholds_by_hand() -> None:
     assert values["2c", "8b at 32768"] == 1.5
     assert values["3", "medusa, tree of 3"] == pytest.approx(0.1)  # of 21 ms
     assert values["4", "medusa, tree of 3"] == 0.5
+    assert values["4", "medusa with 9 tokens, tree of 3"] == 0.8
+    assert found["4", "medusa with 9 tokens, tree of 3"].limit == Limit(least=0.72)
     assert values["5", "medusa, chain against assistant"] == 0.5  # the median of 2/4 and 3/6
     assert values["5", "medusa, tree against assistant"] == 1.25
     assert values["6", "medusa"] == 2.5 and not found["6", "medusa"].expected
@@ -409,6 +415,27 @@ def test_thresholds_by_hand() -> None:
     assert {reading.status() for reading in nothing} == {"not measured"}
     high = Reading("1c", "8b", 1.06)
     assert (high.status(), high.status(judged=False)) == ("missed", "not judged")
+
+
+def test_drafters_are_timed_with_some_of_the_tokens_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("plain", "compiled"):
+        by_hand = BY_HAND["costs-8b"][name]
+        monkeypatch.setattr(shape_costs, f"{name}_costs", lambda *_, by_hand=by_hand: by_hand)
+    monkeypatch.setattr(shape_costs, "tree_costs", lambda *_: {})
+    monkeypatch.setattr(
+        shape_costs, "round_costs", lambda _, drafter, *more: {"config": drafter.config.to_dict()}
+    )
+    job = make_job(
+        ["costs-8b"], "cpu", "toy", tmp_path, families=["eagle", "lookup"], vocabulary=128
+    )
+    found, whole = suite.run_suite(job)
+    assert whole and found["parts"]["costs-8b"]["entries"] == 8
+    of = entries(tmp_path, "costs-8b")
+    assert of["eagle"]["config"]["draft_vocab_size"] == 0
+    assert of["eagle with 128 tokens"]["config"]["draft_vocab_size"] == 128
+    assert "no output layer that could be trimmed" in of["lookup with 128 tokens"]["left_out"]
 
 
 def test_a_contender_that_cannot_run_is_left_out() -> None:
