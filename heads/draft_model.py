@@ -28,7 +28,7 @@ from .core import (
 from .drafter import DrafterConfig, Step, last_true
 from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.own_layers import copy_layers, layers_of
+from .parts.own_layers import compute_experts_alike, copy_layers, layers_of
 from .parts.recompute import compute_again
 from .trainable import DraftLogits, TrainableDrafter
 
@@ -172,6 +172,8 @@ class DraftModel(TrainableDrafter):
         self.config.hidden_size, self.config.vocab_size = text.hidden_size, text.vocab_size
         self._inputs = self.model.get_input_embeddings().num_embeddings
         self._outputs = output_layer(self.model).out_features
+        if self.config.layers is not None:  # it is made for this target
+            compute_experts_alike(self.model, target)
         return super().bind(target)
 
     def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:

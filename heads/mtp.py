@@ -29,7 +29,14 @@ from .drafter import DrafterConfig
 from .eagle import Eagle
 from .parts.cached_layers import CachedLayers
 from .parts.draft_attention import knows_flex
-from .parts.own_layers import last_norm, norm_eps, norm_scale, silence, unit_scale_init
+from .parts.own_layers import (
+    compute_experts_alike,
+    last_norm,
+    norm_eps,
+    norm_scale,
+    silence,
+    unit_scale_init,
+)
 from .parts.published.mtp import MTP, mtp
 from .parts.shipped_module import NoModule, shipped_module
 from .parts.target_layer import Readable, own_target_layer, target_layer
@@ -107,10 +114,7 @@ class Mtp(Eagle):
         super().save_pretrained(folder, **{"save_original_format": False, **options})
 
     def bind(self, target: PreTrainedModel) -> Self:
-        # How experts are computed, for which not every way knows every dtype.
-        text = target.config.get_text_config(decoder=True)
-        if (chosen := getattr(text, "_experts_implementation", None)) is not None:
-            self.model.config._experts_implementation = chosen
+        compute_experts_alike(self.model, target)
         return super().bind(target)
 
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:

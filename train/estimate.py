@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import LayerShape, load_pretrained
+from headstart.heads.core.layer_sizes import inner_size, layer_configs
 from headstart.heads.parts.adapted_layers import is_adapted
 from headstart.heads.parts.own_layers import attending_layers
 
@@ -223,7 +224,7 @@ class _Arithmetic:
         """What is kept for the backward pass, and the largest that a frozen forward holds."""
         text: Any = self.text
         size = text.hidden_size
-        wide = getattr(text, "intermediate_size", 4 * size)
+        wide = max(map(inner_size, layer_configs(text)))
         features = (len(self.drafter.config.feature_layers) + 1) * size * 2 * tokens
         frozen = (4 * size + 3 * wide) * 2 * tokens
         # Every matrix keeps its input and output, in the drafter in float32.

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import FINAL, Drafter
 from headstart.heads.core import LayerShape, probe_layers
+from headstart.heads.core.layer_sizes import layer_configs
 from headstart.heads.parts.own_layers import recurrent_layers
 
 from .losses import loss_of
@@ -90,9 +91,12 @@ def cache_bytes(shapes: list[LayerShape], text: Any, rows: int, tokens: float) -
         each = sum(math.prod(size) for shape in shapes for size in (shape.key, shape.value))
         state = sum(shape.recurrent.bytes_of_row for shape in shapes if shape.recurrent)
         return rows * (tokens * each * 2 + state)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return float(rows * tokens * 2 * text.num_hidden_layers * heads * head * 2)
+    each = 0
+    for layer in layer_configs(text):
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        head = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        each += 2 * heads * head
+    return float(rows * tokens * each * 2)
 
 
 def feature_bytes(

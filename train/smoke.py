@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from headstart.heads.core import loaded_whole
 from headstart.heads.core.files import write_atomically
+from headstart.heads.core.layer_sizes import layer_configs
 from headstart.heads.parts.own_layers import attending_layers, keep_layers
 
 from .estimate import model_config
@@ -195,7 +196,7 @@ def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreT
         chosen[-1] = attending[0]
     if count >= LAYERS:
         keep_layers(text, chosen)
-    groups = (getattr(text, "num_key_value_heads", None) or heads) / heads
+    groups = (getattr(layer_configs(text)[0], "num_key_value_heads", None) or heads) / heads
     sizes = _SIZES | {
         "num_hidden_layers": LAYERS,
         "num_key_value_heads": max(round(groups * _SIZES["num_attention_heads"]), 1),
@@ -206,6 +207,11 @@ def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreT
             setattr(text, name, sizes[name])
         elif isinstance(value, list) and len(value) == count:  # of something for every layer
             setattr(text, name, value[:LAYERS])
+    if getattr(text, "is_heterogeneous", False):
+        text.per_layer_config = {
+            layer: {name: sizes.get(name, value) for name, value in each.items()}
+            for layer, each in text.to_dict()["per_layer_config"].items()
+        }
     if getattr(text, "sliding_window", None):
         text.sliding_window = min(text.sliding_window, 64)
     rope = getattr(text, "rope_parameters", None) or {}

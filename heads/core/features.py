@@ -108,6 +108,9 @@ class FeatureTap(AbstractContextManager):
 
     def _joined(self, captured: dict[int, Tensor]) -> Tensor:
         states = [captured[layer] for layer in self._order]
+        for layer, state in zip(self._order, states, strict=True):
+            if state.dim() != 3:
+                raise _not_of_tokens(layer, state)
         if len(states) == 1:
             return states[0]
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
@@ -121,6 +124,17 @@ class FeatureTap(AbstractContextManager):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _not_of_tokens(layer: int, states: Tensor) -> UnsupportedTarget:
+    """The error for states that are not [B, T, D], as between the layers of Gemma 3n."""
+    where, other = f"that enter layer {layer}", "reads only the final hidden state"
+    if layer == FINAL:
+        where, other = "after the last norm", "reads no hidden states"
+    return UnsupportedTarget(
+        f"the hidden states {where} have the shape {list(states.shape)}; expected [B, T, D]: use a "
+        f"drafter that {other}."
+    )
 
 
 def capture(model: PreTrainedModel, layers: Sequence[int], tokens: Tensor) -> Tensor:

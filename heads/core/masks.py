@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .cache import SlabCache
 from .errors import UnsupportedTarget, undrivable
+from .layer_sizes import layer_configs
 from .tree import Topology
 
 _ATTENTION = {"full_attention", "sliding_attention"}
@@ -71,8 +72,10 @@ class AttentionWindows:
             )
         if reason := _OWN_WINDOWS.get(name):
             raise undrivable(name, f"does not heed an explicit attention mask: {reason}")
-        window = getattr(config, "sliding_window", None)
-        types = getattr(config, "layer_types", None)
+        windows = {getattr(layer, "sliding_window", None) for layer in layer_configs(config)}
+        if len(windows) > 1:
+            raise undrivable(name, "has sliding windows of several widths; expected one")
+        window, types = windows.pop(), getattr(config, "layer_types", None)
         if not types:
             return cls(window, None)
         if unknown := sorted(set(types) - _ATTENTION - _RECURRENT - KEEPS_NOTHING):
@@ -82,8 +85,8 @@ class AttentionWindows:
             full: dict[str, int | None] = {"full_attention": None}
             sliding = {"sliding_attention": window} if window is not None else {}
             return cls(None, full | sliding, without_masks=_WITHOUT_MASKS)
-        windows = {kind: window if kind == "sliding_attention" else None for kind in types}
-        return cls(None, windows) if len(windows) > 1 else cls(windows.popitem()[1], None)
+        by_type = {kind: window if kind == "sliding_attention" else None for kind in types}
+        return cls(None, by_type) if len(by_type) > 1 else cls(by_type.popitem()[1], None)
 
 
 def tree_mask(

@@ -75,7 +75,8 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     shapes, kinds = [], getattr(config, "layer_types", None)
     for index, layer in enumerate(cast("list[Any]", cache.layers)):
         attends, recurs = type(layer) in _ATTENTION_LAYERS, type(layer) in _RECURRENT_LAYERS
-        if kinds is not None and kinds[index] in KEEPS_NOTHING:
+        alone = kinds is not None and kinds[index] in KEEPS_NOTHING
+        if alone or type(layer).__name__ == "DummyLayer":  # it may read another layer's keys
             shapes.append(LayerShape(token.device, model.dtype))
             continue
         if not attends and not recurs:

@@ -29,6 +29,7 @@ from transformers.cache_utils import (
 
 from ..core import LayerShape, OptionError, decoder_layers, weight_of
 from ..core.errors import brief
+from ..core.layer_sizes import inner_size, layer_configs
 from ..core.masks import KEEPS_NOTHING
 from ..declared.layer import Layer
 
@@ -53,6 +54,9 @@ _LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
 _NUMBERS = {"attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers"}
 """Where configs list the numbers of some layers."""
 
+_OF_EACH_LAYER = {"intermediate_size", "activation_sparsity_pattern"}
+"""What configs may list for every layer, beside what has "layer" in its name."""
+
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 """How many layers a mixture of experts begins with that have none, by the names in configs."""
 
@@ -68,14 +72,17 @@ def norm_eps(config: PreTrainedConfig) -> float:
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
-    """A Llama layer of the target's sizes, as plain data; published heads are such layers."""
-    text = target.config.get_text_config(decoder=True)
+    """A Llama layer of the target's sizes, as plain data; published heads are such layers.
+
+    Where the target's layers differ in size, it is that of the first one.
+    """
+    text = layer_configs(target.config.get_text_config(decoder=True))[0]
     heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
     nested = next((value for value in rope.values() if isinstance(value, dict)), rope)
     return {
         "hidden_size": text.hidden_size,
-        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "intermediate_size": inner_size(text),
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -154,6 +161,13 @@ def unit_scale_init(model: nn.Module) -> None:
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
 
+def compute_experts_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Compute the experts of a model as the target's are: not every way knows every dtype."""
+    text = target.config.get_text_config(decoder=True)
+    if (chosen := getattr(text, "_experts_implementation", None)) is not None:
+        model.config.get_text_config(decoder=True)._experts_implementation = chosen
+
+
 def silence(model: nn.Module) -> None:
     """Zero what the parts of decoder layers write into the hidden state: they add nothing yet."""
     for name, parameter in model.named_parameters():
@@ -214,9 +228,13 @@ def attending_layers(config: PreTrainedConfig, alone: bool = True) -> list[int]:
 
 
 def _cached(config: PreTrainedConfig) -> list[Any]:
-    """What transformers caches of each layer of a language model, empty."""
-    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
-    return cache.layers
+    """What transformers caches of each layer of a language model, empty.
+
+    Some releases have nothing there for last layers that read others' keys and values: None here.
+    """
+    text = config.get_text_config(decoder=True)
+    cache: Any = DynamicCache(config=text)
+    return [*cache.layers, *[None] * (text.num_hidden_layers - len(cache.layers))]
 
 
 def _recurs(layer: Any) -> bool:
@@ -225,15 +243,24 @@ def _recurs(layer: Any) -> bool:
 
 def keep_layers(config: Any, chosen: Sequence[int]) -> None:
     """Make a language model's config that of a model of some of its layers."""
-    count = config.num_hidden_layers
+    count, sizes = config.num_hidden_layers, None
     for name, value in config.to_dict().items():
+        listed = "layer" in name or name in _OF_EACH_LAYER
         if name in _NUMBERS and value is not None:
             setattr(config, name, [own for own, layer in enumerate(chosen) if layer in value])
-        elif "layer" in name and isinstance(value, list) and len(value) == count:
+        elif name == "per_layer_config" and value is not None:  # by the layers' numbers
+            sizes = {int(layer): each for layer, each in value.items()}
+        elif listed and isinstance(value, list) and len(value) == count:
             setattr(config, name, [value[layer] for layer in chosen])
         elif name in _DENSE_FIRST and isinstance(value, int):
             setattr(config, name, sum(layer < value for layer in chosen))
+        elif name == "num_kv_shared_layers" and value:  # the last ones have no keys of their own
+            setattr(config, name, sum(layer >= count - value for layer in chosen))
     config.num_hidden_layers = len(chosen)
+    if sizes is not None:
+        config.per_layer_config = {
+            own: sizes[layer] for own, layer in enumerate(chosen) if layer in sizes
+        }
 
 
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
@@ -256,6 +283,13 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
         )
     student = copy.deepcopy(config)
     keep_layers(student, chosen)
+    if shared := getattr(student, "num_kv_shared_layers", 0):
+        types: Any = student.layer_types
+        if missing := sorted({*types[-shared:]} - {*types[:-shared]}):
+            raise OptionError(
+                f"the last {shared} of the layers {list(chosen)} of {config.model_type} read keys "
+                f"of an earlier {missing[0]} layer, and there is none; choose one, too."
+            )
     try:
         AutoConfig.for_model(**student.to_dict())
     except StrictDataclassError as error:
@@ -277,4 +311,14 @@ def copy_layers(target: PreTrainedModel, student: PreTrainedModel, chosen: Seque
             layer, _, rest = name.removeprefix(f"{prefix}.").partition(".")
             name = f"{prefix}.{chosen[int(layer)]}.{rest}"
         module, _, name = name.rpartition(".")
-        tensor.copy_(weight_of(target.get_submodule(module), name))
+        weight = weight_of(target.get_submodule(module), name)
+        if weight.shape != tensor.shape:
+            weight = _parts(weight, tensor.shape, len(layers), chosen)
+        tensor.copy_(weight)
+
+
+def _parts(weight: Tensor, shape: torch.Size, count: int, chosen: Sequence[int]) -> Tensor:
+    """Of a weight with a part for each layer, the parts of the chosen ones: Gemma 4 has a table of
+    embeddings [V, L * d] for all of its layers, and a projection [L * d, D]."""
+    dim = 1 if weight.shape[0] == shape[0] else 0
+    return torch.cat([weight.chunk(count, dim)[layer] for layer in chosen], dim)

@@ -1,5 +1,6 @@
 """A decoder layer of the target's own kind, for a drafter."""
 
+import copy
 import json
 from typing import Any
 
@@ -29,7 +30,7 @@ def target_layer(target: PreTrainedModel) -> dict[str, Any]:
         described = target.config.get_mtp_config()
     except ValueError:  # it counts such layers, and does not say of which kind they are
         return one_layer(text)
-    return _plain(layers_of(described, [0]))
+    return _plain(layers_of(_with_own_keys(described), [0]))
 
 
 def one_layer(config: PreTrainedConfig) -> dict[str, Any]:
@@ -42,7 +43,15 @@ def one_layer(config: PreTrainedConfig) -> dict[str, Any]:
     whole = [number for number, kind in enumerate(types) if kind == "full_attention"]
     if not whole and not (whole := attending_layers(config)):
         raise _recurs(config.model_type)
-    return _plain(layers_of(config, [max(whole)]))
+    return _plain(layers_of(_with_own_keys(config), [max(whole)]))
+
+
+def _with_own_keys(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same, or a copy where the last layers read others' keys and values (Gemma 4)."""
+    if getattr(config, "num_kv_shared_layers", None):
+        config = copy.deepcopy(config)
+        config.num_kv_shared_layers = 0
+    return config
 
 
 def _recurs(kind: Any) -> OptionError:
@@ -54,8 +63,11 @@ def _recurs(kind: Any) -> OptionError:
 def _plain(config: Any) -> dict[str, Any]:
     """A config as plain data without tokens, and without settings that load code or files."""
     config.vocab_size = _IDS
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "dtype"):
-        setattr(config, name, None)
+    if config.model_type.startswith("gemma4"):
+        config.hidden_size_per_layer_input = 0  # it is given no token to look such inputs up for
+    config.dtype = None
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, 0)  # some kinds of models must have one
     found = json.loads(json.dumps(config.to_diff_dict(), default=str))  # as a file gives it back
     left_out = ("_name_or_path", "architectures", "transformers_version", "dtype")
     return {key: value for key, value in without_unsafe(found).items() if key not in left_out}

@@ -72,6 +72,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **MIXED,
     ),
     "gemma3": family(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, query_pre_attn_scalar=8, **MIXED),
+    "gemma4": family(  # heads of two sizes, embeddings for each layer, and layers without own keys
+        tf.Gemma4ForCausalLM,
+        tf.Gemma4TextConfig,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        initializer_range=0.2,
+        **WINDOW,
+        num_hidden_layers=5,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    ),
+    "gemma4 keys as values": family(
+        tf.Gemma4ForCausalLM,
+        tf.Gemma4TextConfig,
+        hidden_size_per_layer_input=0,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=3.0,
+        initializer_range=0.1,
+        **WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "phi3": family(tf.Phi3ForCausalLM, tf.Phi3Config, head_dim=..., **WINDOW),
     "gpt2": family(
         tf.GPT2LMHeadModel, tf.GPT2Config, head_dim=..., num_key_value_heads=..., n_inner=48
@@ -411,19 +435,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             tf.Llama4TextConfig(**ATTENTION, head_dim=8, num_local_experts=2)
         ),
         r"llama4_text .*'chunked_attention'",
-    ),
-    "gemma4 shared layers": (
-        lambda: tf.Gemma4ForCausalLM(
-            tf.Gemma4TextConfig(
-                **ATTENTION,
-                head_dim=8,
-                layer_types=["full_attention"] * 2,
-                vocab_size_per_layer_input=VOCAB,
-                hidden_size_per_layer_input=8,
-                num_kv_shared_layers=1,
-            )
-        ),
-        r"gemma4_text keeps a DummyLayer at layer 1",
     ),
     "bloom": (
         lambda: tf.BloomForCausalLM(

@@ -15,6 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from headstart.heads import OptionError
 from headstart.heads.core import load_pretrained, output_layer
+from headstart.heads.core.layer_sizes import layer_configs
 
 Plan = str | dict[str, Any]
 """`auto`, or styles of transformers by the names of modules, in place of those in its plan."""
@@ -68,10 +69,11 @@ def whole_plan(model: PreTrainedModel, plan: Plan, world: int) -> dict[str, str]
         )
     config: Any = model.config.get_text_config(decoder=True)
     for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(config, name, None)) and heads % world:
+        counts = {getattr(layer, name, None) or world for layer in layer_configs(config)}
+        if heads := [count for count in sorted(counts) if count % world]:
             raise OptionError(
                 f"target.tp_plan divides the target among {world} processes, and its {name} is "
-                f"{heads}; launch as many as divide it, or use the launch file zero3."
+                f"{heads[0]}; launch as many as divide it, or use the launch file zero3."
             )
     try:
         model._resolve_parallel_plans(DistributedConfig(tp_size=max(world, 2), tp_plan=styles))
