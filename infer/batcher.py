@@ -75,12 +75,12 @@ class Batcher(DecodingMethod):
     batch at any round, each with a length, seed, streamer and stopping criteria of its own.
 
     Requests are decoded together that have one prompt and the same end tokens. They may differ in
-    temperature, top-k, top-p, min-p and repetition penalty, and greedy ones are decoded beside
-    sampled ones where the speculator's rule has the text of plain decoding (`coupled`, the default,
-    and `match`). Other settings must be the same, and those that read the text (such as
-    `no_repeat_ngram_size`) are decoded by themselves, as is what else is asked for. Requests are
-    taken in the order in which they came: one that cannot join those that are being decoded, waits
-    until these have ended, and later ones wait for it.
+    temperature, top-k, top-p, min-p, repetition penalty, `no_repeat_ngram_size`, `min_length` and
+    `min_new_tokens`, and greedy ones are decoded beside sampled ones where the speculator's rule
+    has the text of plain decoding (`coupled`, the default, and `match`). Other settings must be the
+    same, and others that read the text (such as `sequence_bias`) are decoded by themselves, as is
+    what else is asked for. Requests are taken in the order in which they came: one that cannot join
+    those that are being decoded, waits until these have ended, and later ones wait for it.
 
     The cache has space for the longest of the requests in every row, so memory grows with both.
     Where a GPU has too little, fewer rows are decoded together. An error that concerns one request
@@ -189,6 +189,8 @@ class Batcher(DecodingMethod):
         prompt = Prompt(None, input_ids[mask > 0].tolist(), ending.limit - width)
         penalty: Any = sampling.penalty
         apart = sampling.readers or (penalty is not None and penalty.prompt_ignore_length)
+        # What reads the text counts its padding, too.
+        apart = apart or (sampling.of_text and not bool(mask.all()))
         together = self.rows > 1 and rows == 1 and not apart and request.record is None
         if limit is not None:
             together = together and prompt.longest <= limit.positions
@@ -197,7 +199,7 @@ class Batcher(DecodingMethod):
         if sampled := sampling.seeds is not None:
             prompt = replace(prompt, seed=int(sampling.seeds[0]))
         eos, processors = tuple(ending.eos), sampling.processors
-        settings = RowSettings.of(processors, sampled)
+        settings = RowSettings.of(processors, sampled, eos)
         if settings is None:
             heat = heat_of(config.do_sample, config.temperature)
             manner = Manner(eos, heat, processors)

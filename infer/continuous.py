@@ -85,7 +85,7 @@ class Stream:
         self._rows: list[_Running | None] = []
         self._waiting: list[_Running] = []  # for a row
         self._heat = 0.0  # the temperature that the tree is chosen for
-        self._penalised = False  # whether a row can have a repetition penalty
+        self._of_text = frozenset[str]()  # the settings that read the text and that rows can have
         self._spoilt = False  # whether the cache holds what is no number
         self._pieces: list[Piece] = []  # that no round has returned yet
 
@@ -220,12 +220,12 @@ class Stream:
         batch = min(self.limit, _power_of_two(len(going)))
         fits = longest <= self.longest and batch <= size < _FEW * len(going)
         heat = self._temperature(going)
-        penalised = any(own.prompt.settings.repetition_penalty != 1 for own in going)
-        lacks = (heat and not self._heat) or (penalised and not self._penalised)
+        of_text = frozenset[str]().union(*(own.prompt.settings.of_text for own in going))
+        lacks = (heat and not self._heat) or not of_text <= self._of_text
         if not fits or self._spoilt or lacks:
             self.longest = self.longest if longest <= self.longest else _power_of_two(longest)
             self._rows, self._waiting = [None] * batch, going
-            self._heat, self._penalised, self._spoilt = heat, penalised, False
+            self._heat, self._of_text, self._spoilt = heat, of_text, False
             with current(self.speculator.device):
                 self._make_request(batch)
         with current(self.speculator.device):
@@ -245,7 +245,7 @@ class Stream:
         seeds = torch.zeros(batch, dtype=torch.long, device=device) if heat else None
         processors = manner.processors
         if processors is None:
-            processors = processors_by_row(batch, device, self._penalised, heat > 0)
+            processors = processors_by_row(batch, device, self._of_text, heat > 0, manner.eos)
         self.request = request = Request(
             target, speculator.decoding_drafters, speculator.tree_of(batch, heat),
             Sampling(seeds, processors), rule=rule,
@@ -322,7 +322,7 @@ class Stream:
         if self.manner.processors is None:
             settings = [running.prompt.settings for running in new]
             write_rows(request.sampling.processors or (), where, settings)
-        request.text.refill_seen(where, tokens, position + 1)
+        request.refill_text(where, tokens, position + 1)
         last = features.gather(1, (count - 1).view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
         root = tokens.gather(1, position.unsqueeze(1))
         self._commit(where, last, root, position)

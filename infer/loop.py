@@ -136,8 +136,6 @@ class Decoding:
             found = rows.faults()
             self.faults.update(found)
             rows.end([*found])
-        if request.reads_text:
-            request.text.lengths = request.lengths + request.offset[:, 0]
         if request.record is not None:
             request.record.counts.append(emitted.count)
         if broken is not None:

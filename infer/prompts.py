@@ -44,9 +44,8 @@ class Manner:
     Attributes:
         eos: token ids that end a text.
         temperature: for which the tree is chosen; 0 is greedy decoding.
-        processors: that read single rows of logits alone, the temperature's among them, and at most
-            one repetition penalty; None where each prompt has `settings` of its own. The tree is
-            then for their mean temperature.
+        processors: without `Sampling.readers`, the temperature's among them; None where each prompt
+            has `settings` of its own. The tree is then for their mean temperature.
     """
 
     eos: tuple[int, ...]

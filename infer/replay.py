@@ -193,7 +193,7 @@ def _look(request: Request, text: list[int], name: Callable[[int], str]) -> Repl
     )
     logits, _ = request.target.verify(tree, request.lengths, longest, request.rows.even)
     kept: list[Tensor] = []
-    verified = Verified(tree, logits, request.sampling, request.lengths, request.text, kept)
+    verified = request.verified(tree, logits, kept)
     accepted = request.rule.accept(verified)
     verified.kept = None
     scores = [_scores(verified, node, kept) for node in range(tree.nodes)]

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import StoppingCriteriaList
 
-from headstart.heads import DrafterGroup, Sampling, SlabCache
-from headstart.heads.core import free_bytes
+from headstart.heads import DrafterGroup, Sampling, SlabCache, TokenTree
+from headstart.heads.core import free_bytes, in_steps
 
 from .rows import Rows
 from .rules.registry import GREEDY, Rule
-from .rules.rule_api import Text, seen_in
+from .rules.rule_api import Text, Verified, seen_in
 from .stats import Record
 from .target import Target
 from .trees.children import Children
@@ -97,7 +97,8 @@ class Request:
         self.device = self.target.device
         if self.policy.nodes == 1:
             self.drafters = DrafterGroup()
-        self.reads_text = bool(self.criteria or self.sampling.readers)
+        self.reads_text = bool(self.criteria or self.sampling.readers)  # on the host
+        self.keeps_text = self.reads_text or self.sampling.of_text
         self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)
 
@@ -120,8 +121,8 @@ class Request:
         if penalty is not None and not self.sampling.readers:
             seen = seen_in(prompts, vocabulary, penalty.prompt_ignore_length)  # [B, V + 1]
         ends = torch.from_numpy(self.rows.special[:-1]).to(device) if self.eos else None
-        # No root stands further right than the longest prompt's pads and its position let it.
-        self._columns = int(pads.max()) + len(steps) + 1
+        # A round's tokens stand in no further columns than the cache has slots, and their padding.
+        self._padded = in_steps(int(pads.max()) + 1)
         self.text = Text(prompts, width, self.rows.remaining, ends, seen)
         self.text.host_lengths = self.rows.lengths  # arrays that change in place
         self._widen_text()
@@ -135,9 +136,23 @@ class Request:
             self._widen_text()
 
     def _widen_text(self) -> None:
-        if self.reads_text:
-            missing = self.capacity.longest + self._columns - self.text.ids.shape[1]
+        if self.keeps_text:
+            missing = self.target.cache.capacity + self._padded - self.text.ids.shape[1]
             self.text.ids = pad(self.text.ids, (0, missing), value=self.pad)
+
+    def refill_text(self, rows: Tensor, ids: Tensor, count: Tensor) -> None:
+        """Rows [R] have the first `count` [R] of tokens ids [R, T] now, without padding."""
+        self.text.refill_seen(rows, ids, count)
+        if self.keeps_text:
+            self.text.ids[:, : ids.shape[1]].index_copy_(0, rows, ids)
+
+    def verified(
+        self, tree: TokenTree, logits: Tensor, kept: list[Tensor] | None = None
+    ) -> Verified:
+        """A tree with the target's logits [B, N, V], for the rule; see `Verified.kept`."""
+        if self.keeps_text:
+            self.text.lengths = self.lengths + self.offset[:, 0]
+        return Verified(tree, logits, self.sampling, self.lengths, self.text, kept)
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """Put rows that have ended back to where they ended, which the device could not know.

@@ -16,7 +16,7 @@ from headstart.heads import DrafterGroup, Step, TokenTree
 from headstart.heads.group import GroupMember, proposer
 
 from .request import Request
-from .rules.rule_api import Accepted, Verified
+from .rules.rule_api import Accepted
 from .trees.policy import Committed
 
 
@@ -98,7 +98,7 @@ def accept_and_commit(
         true = going.expand_as(tree.tokens) if tree.valid is None else tree.valid & going
         request.drafters.observe(request.states, tree.tokens, logits, true)
     scores = None if record is None else []
-    accepted = request.rule.accept(Verified(tree, logits, request.sampling, lengths, text, scores))
+    accepted = request.rule.accept(request.verified(tree, logits, scores))
     request.target.commit(accepted.path, request.policy.in_place or tree.nodes == 1)
     if record is not None and scores:
         record.note(accepted.path, scores=scores[0], logits=logits)
@@ -115,12 +115,12 @@ def accept_and_commit(
 
 
 def pack(request: Request, accepted: Accepted, check: ProposalCheck | None) -> Tensor:
-    """A round's report, on the device, see `unpack`; text that is read takes the tokens too."""
+    """A round's report, on the device, see `unpack`; text that is kept takes the tokens too."""
     tokens, steps = accepted.tokens, accepted.tokens.shape[1]
     parts = [tokens, accepted.count] if steps > 1 else [tokens]  # a tree's root is accepted
     if steps > 1 and len(request.first_nodes) > 1:
         parts.append(accepted.path[:, 1])
-    if request.reads_text:
+    if request.keeps_text:
         # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
         columns = request.lengths.unsqueeze(1) + request.offset[:, :steps]
         request.text.ids.scatter_(1, columns, tokens.clamp(min=0))

@@ -13,6 +13,7 @@ from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
 from headstart.heads.core import in_steps
+from headstart.heads.core.before import Unended
 from headstart.heads.core.sampling import NUMBERS, Suppressed, read_on_device
 
 from .graphs import RoundGraphs, addresses
@@ -95,6 +96,7 @@ class CapturedRunner:
         # As much as the target's cache has, so that both grow together.
         most = request.target.cache.capacity - request.policy.nodes
         request.drafters.reserve(request.states, most, request.capacity.behind)
+        request.offset = keep("offset", request.offset)
         for name in ("ends", "seen"):
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
@@ -152,10 +154,14 @@ class CapturedRunner:
         request, graphs = self.request, self.graphs
         request.drafters.reserve(request.states, longest, request.capacity.behind)
         graphs.keep_states(request.states)
+        text = request.text
+        if request.keeps_text:
+            text.ids = graphs.keep("ids", text.ids)
         weight = request.target.model.get_input_embeddings().weight  # another one after a move
         kind = (
             *(request.policy, request.drafters.drafters, request.rule, request.expansion),
-            *(self._settings, request.committed.tokens.shape, longest, request.text.ends is None),
+            *(self._settings, request.committed.tokens.shape, longest, text.ends is None),
+            request.keeps_text and text.ids.shape,
             addresses(request.target.cache, request.states, weight),
         )
         check = ProposalCheck(request.drafters) if request.drafters.members else None
@@ -207,6 +213,8 @@ def built_in(sampling: Sampling) -> Hashable:
     def options(item: LogitsProcessor) -> Hashable:
         if type(item) is Suppressed or type(item) is hf.SuppressTokensLogitsProcessor:
             return Suppressed
+        if type(item) is Unended:
+            return Unended, len(item.ends)
         if (penalty := sampling.penalty) is not None and item is penalty:
             return type(item)  # what it ignores is on the device, and so is what it is
         return settings_of(item, NUMBERS.get(type(item)))

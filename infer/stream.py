@@ -4,17 +4,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation import logits_process as hf
 
 from headstart.heads import OptionError
 
 from .continuous import Stream
 from .prompts import Manner, Prompt
 from .speculator import Speculator
+
+LEFT_OUT = (
+    "min_new_tokens", "bad_words_ids", "sequence_bias", "exponential_decay_length_penalty",
+    "guidance_scale", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+)  # fmt: skip
+"""Settings of a generation config that a stream's texts are written without."""
 
 _SHARE = 8  # rows are filled anew when one in so many is free
 
@@ -35,21 +38,16 @@ def decode_stream(
             may lead to further prompts.
         batch: rows at once, at most.
         longest: tokens of a prompt and its text, at most.
-        temperature: 0 writes greedily; others sample from the target's whole distribution. The
-            repetition penalty of the target's generation config applies to both.
+        temperature: 0 writes greedily; others sample from the target's whole distribution, as
+            `stream_processors` change it.
 
     Raises:
         OptionError: a prompt is empty, or too long.
         DecodingError: the target's logits are NaN, or there is no memory even for one prompt.
     """
     config: Any = speculator.model.generation_config
-    eos = torch.as_tensor([] if config.eos_token_id is None else config.eos_token_id)
-    processors = LogitsProcessorList()
-    if config.repetition_penalty not in (None, 1.0):
-        processors.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-    if temperature not in (0.0, 1.0):
-        processors.append(TemperatureLogitsWarper(temperature))
-    manner = Manner(tuple(eos.flatten().tolist()), temperature, processors)
+    processors = stream_processors(config, temperature, speculator.device)
+    manner = Manner(tuple(_ends(config)), temperature, processors)
     stream = Stream(speculator, manner, batch, longest)
     while True:
         # A few at a time, so that prompts rarely run alone.
@@ -65,6 +63,33 @@ def decode_stream(
                 raise piece.error
             if piece.ended:
                 yield piece.prompt, piece.text
+
+
+def stream_processors(
+    config: GenerationConfig | None, temperature: float, device: torch.device
+) -> LogitsProcessorList:
+    """The processors of a stream's texts, in the order of `generate`: the temperature, and before
+    it the repetition penalty, `no_repeat_ngram_size`, `min_length` and `suppress_tokens` of a
+    target's generation config.
+    """
+    found, asked = LogitsProcessorList(), vars(config or GenerationConfig())
+    if (penalty := asked.get("repetition_penalty")) not in (None, 1.0):
+        found.append(hf.RepetitionPenaltyLogitsProcessor(penalty))
+    if size := asked.get("no_repeat_ngram_size"):
+        found.append(hf.NoRepeatNGramLogitsProcessor(size))
+    if (least := asked.get("min_length")) and (ends := _ends(config)):
+        found.append(hf.MinLengthLogitsProcessor(least, ends, device=str(device)))
+    if tokens := asked.get("suppress_tokens"):
+        found.append(hf.SuppressTokensLogitsProcessor(tokens, device=str(device)))
+    if temperature not in (0.0, 1.0):
+        found.append(TemperatureLogitsWarper(temperature))
+    return found
+
+
+def _ends(config: Any) -> list[int]:
+    """The end tokens of a generation config."""
+    eos = config.eos_token_id
+    return torch.as_tensor([] if eos is None else eos).flatten().tolist()
 
 
 def _take(next_prompt: Callable[[], Prompt | None], count: int) -> Iterator[Prompt]:

@@ -1,5 +1,6 @@
 """Names of `core` whose modules import torch; the package imports this file on first use."""
 
+from .before import Before, penalise, repeating
 from .best import best_log_probabilities, best_of
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
 from .cpu_kernels import CpuLinear, each_product, use_huge_pages
@@ -58,7 +59,7 @@ from .probe import (
     trained_context,
 )
 from .row_settings import RowSettings, note_rows, processors_by_row, write_rows
-from .sampling import STATEFUL, Sampling, argmax, draw, penalise
+from .sampling import STATEFUL, Sampling, argmax, draw
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
 from .whole_model import take_whole_models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from .before import LENGTHS, NGramsByRow, Unended, least_of
 from .nucleus import top_p_by_row
 
 _LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row, by the names that `generate` uses; the penalty comes first there.
+    """Settings of one row, by the names that `generate` uses; the last three come first there.
 
     A temperature of 0 is greedy decoding. The default is the target's whole distribution.
+    `min_length` counts the prompt.
     """
 
     temperature: float = 1.0
@@ -27,22 +29,41 @@ class RowSettings(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
 
     @classmethod
-    def of(cls, processors: Iterable[LogitsProcessor] | None, sampled: bool) -> Self | None:
+    def of(
+        cls,
+        processors: Iterable[LogitsProcessor] | None,
+        sampled: bool,
+        ends: Collection[int] = (),
+    ) -> Self | None:
         """The settings that these processors of transformers stand for; None where none are.
 
-        >>> RowSettings.of([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)], True)
-        RowSettings(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0, repetition_penalty=1.0)
-        >>> RowSettings.of([hf.RepetitionPenaltyLogitsProcessor(1.2)], sampled=False)
-        RowSettings(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.2)
+        Args:
+            ends: the end tokens, which a `min_length` is about.
+
+        >>> warpers = [hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)]
+        >>> RowSettings.of(warpers, True) == RowSettings(temperature=0.7, top_p=0.9)
+        True
+        >>> found = RowSettings.of([hf.NoRepeatNGramLogitsProcessor(3)], sampled=False)
+        >>> found == RowSettings(temperature=0.0, no_repeat_ngram_size=3)
+        True
         """
-        found, left, penalty = dict[str, Any](), list(processors or ()), 1.0
+        found, left = dict[str, Any](), list[Any](processors or ())
+        text = dict[str, Any]()
         if left and type(left[0]) is hf.RepetitionPenaltyLogitsProcessor:
-            item: Any = left.pop(0)
-            if item.prompt_ignore_length:
+            if left[0].prompt_ignore_length:
                 return None
-            penalty = item.penalty
+            text["repetition_penalty"] = left.pop(0).penalty
+        if left and type(left[0]) is hf.NoRepeatNGramLogitsProcessor:
+            text["no_repeat_ngram_size"] = left.pop(0).ngram_size
+        while left and type(left[0]) in LENGTHS:
+            item = left.pop(0)
+            if set(item.eos_token_id.tolist()) != set(ends):
+                return None
+            text["min_length"] = max(least_of(item), text.get("min_length", 0))
         for name, kind in _KINDS.items():
             if left and type(left[0]) is kind:
                 item = left.pop(0)
@@ -53,8 +74,16 @@ class RowSettings(NamedTuple):
                 found[name] = getattr(item, name)
         if left or (found and not sampled):
             return None
-        found["repetition_penalty"] = penalty
-        return cls(**found) if sampled else cls(0.0, repetition_penalty=penalty)
+        return cls(**found, **text) if sampled else cls(0.0, **text)
+
+    @property
+    def of_text(self) -> frozenset[str]:
+        """The names of those settings that read the text and are not at their default."""
+        usual = self._field_defaults
+        return frozenset(name for name in _OF_TEXT if getattr(self, name) != usual[name])
+
+
+_OF_TEXT = ("repetition_penalty", "no_repeat_ngram_size", "min_length")
 
 
 _KINDS: dict[str, type[LogitsProcessor]] = {
@@ -67,8 +96,8 @@ class EachRow(LogitsProcessor):
     """What the warpers of transformers make of scores, each row by settings of its own.
 
     Scores [M, V] are those of B rows, M / B after one another. Rows of temperature 0 stay as they
-    are; `Sampling` adds no noise to them. A repetition penalty is a processor of its own, see
-    `processors_by_row`: a drafter's proposals do not follow it.
+    are; `Sampling` adds no noise to them. Settings that read the text have processors of their own,
+    see `processors_by_row`: a drafter's proposals do not follow them.
 
     Attributes:
         numbers: [4, B] float64, the first fields of `RowSettings`.
@@ -121,21 +150,40 @@ class EachRow(LogitsProcessor):
 
 
 def processors_by_row(
-    batch: int, device: torch.device | str, penalised: bool, sampled: bool
+    batch: int,
+    device: torch.device | str,
+    of_text: Collection[str],
+    sampled: bool,
+    ends: Sequence[int] = (),
 ) -> LogitsProcessorList:
     """The processors of rows that have settings of their own, in the order of `generate`.
 
     Args:
-        penalised: whether a row may have a repetition penalty; sampled: a temperature.
+        of_text: the names of settings that read the text and that a row may have.
+        sampled: whether a row may have a temperature.
+        ends: the end tokens.
     """
     found = LogitsProcessorList()
-    if penalised:
+    if "repetition_penalty" in of_text:
         penalty: Any = hf.RepetitionPenaltyLogitsProcessor(1.0)
         penalty.penalty = torch.ones(batch, 1, dtype=torch.float64, device=device)
         found.append(penalty)
+    if "no_repeat_ngram_size" in of_text:
+        found.append(NGramsByRow(batch, device))
+    if "min_length" in of_text:
+        least = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        found.append(Unended(least, torch.tensor([*ends], dtype=torch.long, device=device)))
     if sampled:
         found.append(EachRow(batch, device))
     return found
+
+
+_WRITTEN: dict[type, tuple[str, str]] = {
+    # a setting, and the tensor [B, 1] that has it for each row
+    hf.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    NGramsByRow: ("no_repeat_ngram_size", "ngram_size"),
+    Unended: ("min_length", "least"),
+}
 
 
 def write_rows(processors: Iterable[Any], rows: Tensor, new: Sequence[RowSettings]) -> None:
@@ -144,14 +192,17 @@ def write_rows(processors: Iterable[Any], rows: Tensor, new: Sequence[RowSetting
         if isinstance(item, EachRow):
             item.write(rows, new)
         else:
-            own = [[each.repetition_penalty] for each in new]
-            item.penalty.index_copy_(
-                0, rows, torch.tensor(own, dtype=torch.float64, device=rows.device)
-            )
+            setting, name = _WRITTEN[type(item)]
+            own, every = [[getattr(each, setting)] for each in new], getattr(item, name)
+            every.index_copy_(0, rows, torch.tensor(own, dtype=every.dtype, device=rows.device))
 
 
 def note_rows(processors: Iterable[LogitsProcessor], every: Iterable[RowSettings]) -> None:
     """Let them do from now on what these settings need, which are those of all rows that go on."""
+    settings = list(every)
     for item in processors:
         if isinstance(item, EachRow):
-            item.note(every)
+            item.note(settings)
+        elif isinstance(item, NGramsByRow):
+            most = max((each.no_repeat_ngram_size for each in settings), default=0)
+            item.most = 1 << (most - 1).bit_length() if most else 1

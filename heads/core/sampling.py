@@ -4,12 +4,14 @@ import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from .before import LENGTHS, OF_TEXT, Before, NGramsByRow, Unended, least_of, penalise
 from .best import best_of
 from .cpu_choices import best_tokens, with_noise
 from .noise import Stream, add_noise, best_with_noise, uniform
@@ -49,7 +51,7 @@ ROWWISE = (
 NUMBERS: dict[type, str] = {
     hf.TemperatureLogitsWarper: "temperature", hf.TopPLogitsWarper: "top_p",
     hf.MinPLogitsWarper: "min_p", hf.RepetitionPenaltyLogitsProcessor: "penalty",
-    EachRow: "numbers",
+    EachRow: "numbers", NGramsByRow: "ngram_size", Unended: "least",
 }  # fmt: skip
 """The numbers of processors that may as well lie on the device, by the class."""
 
@@ -80,6 +82,11 @@ def read_on_device(
             item = copy.copy(item)
             number = torch.as_tensor(getattr(item, name), dtype=torch.float64, device=device)
             setattr(item, name, keep((place, name), number))
+        elif type(item) in LENGTHS:
+            own: Any = item
+            least = torch.full((1, 1), least_of(own), device=device)
+            ends = own.eos_token_id.to(device)
+            item = Unended(keep((place, "least"), least), keep((place, "ends"), ends))
         elif type(item) is hf.SuppressTokensLogitsProcessor:
             tokens = item.suppress_tokens.to(device)
             mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
@@ -87,6 +94,9 @@ def read_on_device(
             item = Suppressed(keep((place, "suppressed"), mask.index_fill_(0, known, True)))
         found.append(item)
     return found
+
+
+_NOTHING = Before()
 
 
 @dataclass(frozen=True)
@@ -112,9 +122,16 @@ class Sampling:
 
     @cached_property
     def readers(self) -> tuple[LogitsProcessor, ...]:
-        """The processors that may read the text before a row of logits, without the `penalty`."""
+        """The processors that are shown the text so far, without the `penalty` and `OF_TEXT`."""
         others = (item for item in self.processors or () if type(item) not in ROWWISE)
-        return tuple(item for item in others if item is not self.penalty)
+        return tuple(
+            item for item in others if item is not self.penalty and type(item) not in OF_TEXT
+        )
+
+    @cached_property
+    def of_text(self) -> bool:
+        """Whether `OF_TEXT` has some of the processors, and nobody else reads the text."""
+        return not self.readers and any(type(item) in OF_TEXT for item in self.processors or ())
 
     @cached_property
     def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:
@@ -152,18 +169,20 @@ class Sampling:
                 flat = warped(processor, flat)
         return flat.view(logits.shape)
 
-    def process_each(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+    def process_each(self, logits: Tensor, before: Before = _NOTHING) -> Tensor:
         """Apply every processor to each row of [..., V] by itself, in `dtype`.
 
         Args:
-            seen: [..., V] bool, the tokens that a `penalty` applies to. There may be no `readers`.
+            before: what a `penalty` and those of `OF_TEXT` need. There may be no `readers`.
         """
         flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=True)
         penalty = self.penalty
         for processor in self.processors or ():
             if penalty is not None and processor is penalty:
-                assert seen is not None
-                flat = penalise(flat, seen.reshape(flat.shape), penalty.penalty)
+                assert before.seen is not None
+                flat = penalise(flat, before.seen, penalty.penalty)
+            elif (of_text := OF_TEXT.get(type(processor))) is not None:
+                flat = of_text(processor, flat, before)
             else:
                 flat = warped(processor, flat)
         return flat.view(logits.shape)
@@ -274,22 +293,6 @@ def argmax(scores: Tensor) -> Tensor:
     """
     best, token = best_of(scores, 1)
     return token.masked_fill_(best.isnan(), -1).squeeze(-1)
-
-
-def penalise(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
-    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores [M, V].
-
-    Args:
-        penalty: of all rows, or of each, [M, 1].
-
-    >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
-    >>> penalise(scores, seen, 2.0).tolist()
-    [[1.5, -4.0, 1.0]]
-    """
-    if isinstance(penalty, Tensor):
-        penalty = penalty.to(scores.dtype)
-    less = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return torch.where(seen, less, scores)
 
 
 def only_rows(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import Sampling, TokenTree
+from headstart.heads.core import Before
 
 
 class Text:
@@ -134,7 +135,7 @@ class Verified:
         at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]
         logits = self.logits.gather(1, at).squeeze(1)  # [B, V]
         if not sampling.readers:
-            scores = sampling.process_each(logits, self._seen_at(node))
+            scores = sampling.process_each(logits, self._before(node))
         else:
             rows = None
             if sampling.particular:
@@ -160,15 +161,20 @@ class Verified:
         assert scores is not None
         return scores
 
-    def _seen_at(self, node: Tensor) -> Tensor | None:
-        """What a penalty after each row's node [B, 1] is for, [B, V] bool; None without one."""
-        seen, shape = self.text.seen, self.tree.topology
-        if seen is None:
-            return None
-        if shape.max_depth:
+    def _before(self, node: Tensor) -> Before:
+        """What processors read of the text up to each row's node [B, 1], as far as they do."""
+        seen, shape, ids, count = self.text.seen, self.tree.topology, None, None
+        if self.sampling.of_text:
+            ids = self.text.ids
+            count = self.text.lengths.unsqueeze(1) + shape.depth.gather(1, node)  # [B, 1]
+        if shape.max_depth and (seen is not None or ids is not None):
             path = self.tree.tokens.gather(1, shape.path_to(node.squeeze(1)))  # [B, A]
-            seen = seen.scatter(1, path.clamp(0, seen.shape[1] - 1), True)
-        return seen[:, : self.logits.shape[-1]]
+            if seen is not None:
+                seen = seen.scatter(1, path.clamp(0, seen.shape[1] - 1), True)
+            if ids is not None:
+                steps = torch.arange(path.shape[1], device=path.device) - 1
+                ids = ids.scatter(1, self.text.lengths.unsqueeze(1) + steps, path.clamp(min=0))
+        return Before(None if seen is None else seen[:, : self.logits.shape[-1]], ids, count)
 
     def write(self, level: int, token: Tensor) -> None:
         """Note the token [B, 1] that follows the path of `level` tokens; the commit overwrites."""

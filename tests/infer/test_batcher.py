@@ -19,7 +19,7 @@ from headstart.heads import FAMILIES, DecodingError, OptionError, SlabCache
 from headstart.infer import Batcher, Speculator
 from headstart.infer.continuous import Stream
 from headstart.infer.loop import Decoding
-from headstart.infer.rules.rule_api import Text
+from headstart.infer.request import Request
 from tests.support.covering import covering
 from tests.support.families import TREES, drafter
 from tests.support.tape import on_tape
@@ -216,7 +216,7 @@ def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Ev
     calls: list[dict[str, Any]] = [
         {"do_sample": False},
         {"do_sample": True, "seed": 5, "top_k": 0},
-        {"do_sample": False, "no_repeat_ngram_size": 2},
+        {"do_sample": False, "bad_words_ids": [[2, 3], [4]]},
         {"do_sample": True, "seed": [6], "top_k": 0},
         {"do_sample": True, "seed": [6], "top_k": 0, "temperature": 0.5},
         {"do_sample": True, "seed": 5, "top_k": 0, "num_return_sequences": 3},
@@ -250,6 +250,9 @@ SETTINGS: list[dict[str, Any]] = [
     SAMPLED | {"repetition_penalty": 1.3},
     SAMPLED | {"temperature": 1.4, "top_k": 0},
     GREEDY | {"repetition_penalty": 1.1},
+    GREEDY | {"no_repeat_ngram_size": 2},
+    SAMPLED | {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2, "min_new_tokens": 6},
+    GREEDY | {"min_new_tokens": 12},
     SAMPLED | {"temperature": 1.0, "top_p": 1.0, "min_p": 0.1},
     SAMPLED | {"temperature": 0.3, "top_p": 0.5},
     SAMPLED | {"temperature": 0.0},
@@ -291,10 +294,11 @@ def test_requests_of_several_settings_are_decoded_together(
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("leaks", [False, True])
-def test_a_penalty_is_for_the_tokens_of_its_own_text(
-    leaks: bool, graphs: bool, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram_size"])
+def test_settings_that_read_the_text_are_for_its_own_tokens(
+    name: str, leaks: bool, graphs: bool, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch begins without penalties; one row has several texts, one after another. The control
+    """The batch begins without them; one row has several texts, one after another. The control
     leaves the tokens of the text before."""
     model = tiny("llama")
     speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
@@ -302,10 +306,11 @@ def test_a_penalty_is_for_the_tokens_of_its_own_text(
         on_tape(speculator)
     batcher, prompts = Batcher(speculator, rows=2), asked(5)
     if leaks:
-        monkeypatch.setattr(Text, "refill_seen", lambda *given: None)
+        monkeypatch.setattr(Request, "refill_text", lambda *given: None)
 
     def call(decode: Any, number: int) -> Callable[[], Tensor]:
-        how = GREEDY | ({"repetition_penalty": 1.1 + number} if number > 1 else {})
+        value = 1.1 + number if name == "repetition_penalty" else 1 + number % 2
+        how = GREEDY | ({name: value} if number > 1 else {})
         return lambda: decode.generate(prompts[number][0], **how, max_new_tokens=8 + number)
 
     found = all_wait(batcher, [call(batcher, number) for number in range(5)], waiting)
@@ -526,7 +531,7 @@ def test_a_request_may_ask_for_another_where_that_can_be_decoded_beside_it() -> 
     assert torch.equal(inner.answer, expected)
     inner.answer = None
     with pytest.raises(OptionError, match="called from within a request"):
-        batcher.generate(ids, stopping_criteria=[inner], no_repeat_ngram_size=2, **how)
+        batcher.generate(ids, stopping_criteria=[inner], bad_words_ids=[[2, 3]], **how)
     assert torch.equal(batcher.generate(ids, **how), expected)
 
 

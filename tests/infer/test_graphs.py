@@ -339,9 +339,38 @@ def test_caches_that_grow(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rounds_whose_text_is_read_run_as_written() -> None:
     replayed, written, tape = both("medusa")
-    options: dict[str, Any] = {"no_repeat_ngram_size": 2}
+    options: dict[str, Any] = {"bad_words_ids": [[2, 3]]}
     assert torch.equal(decode(replayed, **options), decode(written, **options))
     assert tape.taped == 0
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", [None, "coupled", "traversal"])
+def test_ngrams_and_least_lengths_are_captured(
+    rule: str | None, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that outgrow what there was room for, and other requests' lengths and end tokens."""
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
+    monkeypatch.setattr(request, "free_bytes", lambda device: None)
+    replayed, written, tape = both("medusa", place=place, rule=rule)
+    options: dict[str, Any] = {"no_repeat_ngram_size": 2, "max_new_tokens": 90}
+    options |= {} if rule is None else {**SAMPLED, "top_k": 20}
+    texts = []
+    for turn in range(3):
+        ends: dict[str, Any] = {"min_new_tokens": 20 + 9 * turn, "eos_token_id": [40 + turn, 7, 9]}
+        texts.append(decode(replayed, turn=turn, **options, **ends))
+        assert torch.equal(texts[-1], decode(written, turn=turn, **options, **ends))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+        if rule is None:
+            ids, mask = prompts([length + turn for length in LENGTHS])
+            model, _ = placed("medusa", place)
+            ids, mask = ids.to(place), mask.to(place)
+            free: dict[str, Any] = {"pad_token_id": 0, "do_sample": False, **options, **ends}
+            assert torch.equal(texts[-1], model.generate(ids, attention_mask=mask, **free))
+    assert tape.replayed > 3 * tape.taped > 0
+    without: dict[str, Any] = options | {"no_repeat_ngram_size": 0}
+    assert not torch.equal(decode(replayed, **options), decode(replayed, **without))
 
 
 @pytest.mark.usefixtures("checked")

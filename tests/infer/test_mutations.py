@@ -135,7 +135,7 @@ def verified_with_another_q(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def target_unprocessed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sampling, "process_each", lambda self, logits, seen: logits.to(self.dtype))
+    patch.setattr(Sampling, "process_each", lambda self, logits, before: logits.to(self.dtype))
 
 
 @bug

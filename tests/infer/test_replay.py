@@ -27,7 +27,8 @@ CASES = {
     "typical": (["cached"], "cartesian:2,2", "typical", SAMPLED),
     "union": (["heads", "cached"], "cartesian:2,1+chain:3", None, {"do_sample": False}),
     "penalty": (["cached"], "chain:3", None, {"do_sample": False, "repetition_penalty": 1.3}),
-    "reader": (["cached"], "chain:3", None, {"do_sample": False, "no_repeat_ngram_size": 2}),
+    "ngrams": (["cached"], "chain:3", None, {"do_sample": False, "no_repeat_ngram_size": 2}),
+    "reader": (["cached"], "chain:3", None, {"do_sample": False, "bad_words_ids": [[7, 9], [8]]}),
 }
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
@@ -102,7 +104,12 @@ def test_no_family_of_targets_waits(name: str) -> None:
         assert run_rounds(started(medusa(name), "cartesian:2,2", "coupled", name)) > 2
 
 
-PENALTIES = [RepetitionPenaltyLogitsProcessor(1.3), NoBadWordsLogitsProcessor([[3], [1, 2]])]
+PENALTIES = [
+    RepetitionPenaltyLogitsProcessor(1.3),
+    NoRepeatNGramLogitsProcessor(2),
+    MinLengthLogitsProcessor(20, [3]),
+    NoBadWordsLogitsProcessor([[3], [1, 2]]),
+]
 
 
 @pytest.mark.parametrize("reader", PENALTIES, ids=lambda item: type(item).__name__)

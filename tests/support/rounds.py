@@ -7,7 +7,9 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -47,6 +49,7 @@ WARPS: dict[str, list[Any]] = {
     "min_p": [TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.2)],
     "prefix": [AfterLast(), TemperatureLogitsWarper(0.9)],
     "penalty": [RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(0.9)],
+    "ngrams": [NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(2, [2])],
 }
 # Tree, V, what the drafter is (see `Tables`), and the tokens that it knows.
 Shape = tuple[str, int, str, list[int] | None]

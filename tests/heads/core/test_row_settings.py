@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
-from headstart.heads.core import RowSettings, processors_by_row, write_rows
+from headstart.heads.core import Before, RowSettings, note_rows, processors_by_row, write_rows
 from headstart.heads.core.row_settings import EachRow
 
 SETTINGS = [
@@ -96,6 +96,17 @@ def test_settings_are_read_from_the_processors_of_generate() -> None:
         penalised = [hf.RepetitionPenaltyLogitsProcessor(1.2), *found]
         expected = settings._replace(repetition_penalty=1.2)
         assert RowSettings.of(penalised, sampled) == expected  # type: ignore[arg-type]
+        of_text: list[Any] = [
+            *penalised[:1],
+            hf.NoRepeatNGramLogitsProcessor(3),
+            hf.MinLengthLogitsProcessor(9, [2, 1]),
+            hf.MinNewTokensLengthLogitsProcessor(6, 5, [1, 2]),
+            *found,
+        ]
+        expected = expected._replace(no_repeat_ngram_size=3, min_length=11)
+        assert RowSettings.of(of_text, sampled, [1, 2]) == expected
+        assert RowSettings.of(of_text, sampled, [1]) is None  # it is about other end tokens
+        assert len(settings.of_text) == 0 and len(expected.of_text) == 3
     others: list[Any] = [
         [hf.TopKLogitsWarper(5), hf.TemperatureLogitsWarper(0.5)],  # in another order
         [hf.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
@@ -103,6 +114,8 @@ def test_settings_are_read_from_the_processors_of_generate() -> None:
         [hf.TemperatureLogitsWarper(0.5), hf.TypicalLogitsWarper(0.9)],
         [hf.TemperatureLogitsWarper(0.5), hf.TemperatureLogitsWarper(0.5)],
         [hf.TemperatureLogitsWarper(0.5), hf.RepetitionPenaltyLogitsProcessor(1.2)],
+        [hf.TemperatureLogitsWarper(0.5), hf.NoRepeatNGramLogitsProcessor(2)],
+        [hf.NoRepeatNGramLogitsProcessor(2), hf.RepetitionPenaltyLogitsProcessor(1.2)],
         [hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)],
     ]
     for processors in others:
@@ -118,14 +131,45 @@ def test_each_row_has_the_penalty_that_transformers_gives_it(
     penalties, generator = [1.0, 1.05, 2.0, 0.7], torch.Generator().manual_seed(1)
     logits = torch.randn(4, 50, generator=generator, dtype=dtype)
     texts = torch.randint(50, (4, 12), generator=generator)
-    found = processors_by_row(4, "cpu", True, sampled)
+    found = processors_by_row(4, "cpu", {"repetition_penalty"}, sampled)
     settings = [RowSettings(repetition_penalty=each) for each in penalties]
     write_rows(found, torch.arange(4), settings)
     together = Sampling(None, found, dtype)
     assert not together.rowwise and not together.readers
     seen = torch.zeros(4, 50, dtype=torch.bool).scatter(1, texts, True)
-    scores = together.process_each(logits, seen)
+    scores = together.process_each(logits, Before(seen))
     for row, penalty in enumerate(penalties):
         alone = hf.RepetitionPenaltyLogitsProcessor(penalty)
         own = alone(texts[row : row + 1], logits[row : row + 1].clone())  # type: ignore[arg-type]
         assert torch.equal(scores[row : row + 1], own)
+
+
+def test_each_row_has_its_own_ngrams_and_least_length() -> None:
+    """Also one that a row gets later, larger than all before."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(4, 9, generator=generator)
+    texts = torch.randint(9, (4, 24), generator=generator)
+    lengths = torch.tensor([[24], [20], [9], [16]])
+    settings = [
+        RowSettings(no_repeat_ngram_size=1),
+        RowSettings(min_length=21),
+        RowSettings(no_repeat_ngram_size=2, min_length=9),
+        RowSettings(),
+    ]
+    names = {"no_repeat_ngram_size", "min_length"}
+    processors = processors_by_row(4, "cpu", names, False, [4, 6])
+    for new in (settings, [*settings[:3], RowSettings(no_repeat_ngram_size=3, min_length=17)]):
+        write_rows(processors, torch.arange(4), new)
+        note_rows(processors, new)
+        before = Before(None, texts, lengths)
+        found, banned = Sampling(None, processors).process_each(logits, before), 0
+        for row, own in enumerate(new):
+            text: Any = texts[row : row + 1, : int(lengths[row])]
+            expected: Any = logits[row : row + 1]
+            if own.no_repeat_ngram_size:
+                size = own.no_repeat_ngram_size
+                expected = hf.NoRepeatNGramLogitsProcessor(size)(text, expected)
+            expected = hf.MinLengthLogitsProcessor(own.min_length, [4, 6])(text, expected)
+            assert torch.equal(found[row : row + 1], expected)
+            banned += bool(expected.isinf().any())
+        assert banned >= 3

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.infer.rules import traversal as module
@@ -166,13 +170,14 @@ def test_block_refuses_a_policy_that_branches_before_it_grows() -> None:
 
 def test_processors_that_read_the_text_are_refused() -> None:
     penalty = RepetitionPenaltyLogitsProcessor(1.2)
-    counting = Sampling(torch.tensor([1]), type(WARPERS)([penalty, *WARPERS]))
     ngrams = NoRepeatNGramLogitsProcessor(2)
-    reading = Sampling(torch.tensor([1]), type(WARPERS)([penalty, ngrams, *WARPERS]))
+    counting = Sampling(torch.tensor([1]), type(WARPERS)([penalty, ngrams, *WARPERS]))
+    biased = SequenceBiasLogitsProcessor([[[1, 2], 3.0]])
+    reading = Sampling(torch.tensor([1]), type(WARPERS)([penalty, ngrams, biased, *WARPERS]))
     for rule in (name for name in RULES if not RULES[name].reads_prefix):
         RULES[rule].check_sampling(Sampling(torch.tensor([1]), WARPERS))
         RULES[rule].check_sampling(counting)
-        with pytest.raises(OptionError, match=f"'{rule}'.* found NoRepeatNGramLogitsProcessor, "):
+        with pytest.raises(OptionError, match=f"'{rule}'.* found SequenceBiasLogitsProcessor, "):
             RULES[rule].check_sampling(reading)
     RULES["rejection"].check_sampling(reading)
 

@@ -262,28 +262,30 @@ def test_what_answers_are_written_without_is_told(
     model = talker(chat_tokenizer(CHATML), END)
     rows = written(tmp_path / "plain", model=model)
     assert "generation config" not in caplog.text
-    model.generation_config.no_repeat_ngram_size = 2
+    model.generation_config.update(min_new_tokens=2, bad_words_ids=[[7]])
     assert same(written(tmp_path / "without", model=model), rows)
-    assert "without the no_repeat_ngram_size 2 of the target's generation config" in caplog.text
+    told = "without the min_new_tokens and the bad_words_ids of the target's generation config"
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["prompt", "start"])
-def test_the_penalty_of_the_generation_config_applies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
+@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram_size"])
+def test_what_reads_the_text_in_the_generation_config_applies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, prefix: str
 ) -> None:
     """To chats and to prefixes, with a drafter and without, and where near-ties are looked for."""
     plain = replace(SPEC, prefix=prefix, prefix_tokens=60 if prefix == "prompt" else 20)
     drafted = replace(plain, drafter="lookup", use_drafter="always")
     model = talker(chat_tokenizer(CHATML), END, eagerness=1.0).double()
     without = written(tmp_path / "without", plain, model)
-    model.generation_config.repetition_penalty = 1.3
+    setattr(model.generation_config, name, 1.3 if name == "repetition_penalty" else 2)
     rows = written(tmp_path / "plain", plain, model)
     assert same(written(tmp_path / "drafted", drafted, model), rows) and not same(rows, without)
     assert "are not what the target writes" not in caplog.text
     assert "near_ties" not in summary(drafted, tmp_path / "drafted")
     if prefix == "prompt":
         assert same(rows, [row for d in CHATS for row in spoken(model, d, plain, CHATML, Chat())])
-    model.generation_config.repetition_penalty = 1.0  # a control: it is seen where it was not
+    setattr(model.generation_config, name, None)  # a control: it is seen where it was not
     found = [second_best(model, row)[0] for row in rows]
     assert sum(map(len, found)) > 0
 

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads import Sampling
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
-from headstart.heads.core import gumbel, penalise
+from headstart.heads.core import Before, gumbel
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator, load
 from headstart.infer.rules.rule_api import seen_in
+from headstart.infer.stream import stream_processors
 
 from ...processes.agreement import from_process_0, is_process_0
 from ...recipe import Distill
@@ -153,30 +155,31 @@ def second_best(
 ) -> tuple[Tensor, float]:
     """How far each supervised token lies below the best one, where another one is best.
 
-    Scores have the repetition penalty of the model's generation config, as they had when they were
-    written.
+    Scores are processed as they were when the row was written, see `stream_processors`.
 
     Args:
         seeds: [L], see `Drafting.checked`; read where the temperature is not 0.
 
     Returns:
-        Differences of logits [n], over the temperature if there is one, and the noise: how much
+        Differences of scores [n], over the temperature if there is one, and the noise: how much
         those of this row differ between a forward of the row alone and one in a batch of two, or by
         one rounding if that is more.
     """
     tokens = torch.tensor(row.tokens, dtype=torch.long, device=model.device)
     places = torch.tensor(row.supervised, device=model.device).nonzero().flatten()
     places = places[places > 0]
-    scale = temperature or 1.0
-    logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float() / scale
-    penalty: float = getattr(model.generation_config, "repetition_penalty", None) or 1.0
+    logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float()
+    processors = stream_processors(model.generation_config, temperature, tokens.device)
+    sampling = Sampling(None, processors)
     vocabulary, gaps = logits.shape[1], []
     for part in torch.arange(len(places)).split(max(_NUMBERS // vocabulary, 1)):
-        scores, at = logits[part], places[part].unsqueeze(1)  # [n, V], [n, 1]
-        if penalty != 1:
+        at, before = places[part].unsqueeze(1), Before()  # [n, 1]
+        if not sampling.rowwise:
+            texts = tokens.expand(len(at), -1)
             later = torch.arange(len(tokens), device=model.device) >= at
-            seen = seen_in(tokens.expand(len(at), -1).masked_fill(later, vocabulary), vocabulary)
-            scores = penalise(scores, seen[:, :vocabulary], penalty)
+            seen = seen_in(texts.masked_fill(later, vocabulary), vocabulary)
+            before = Before(seen[:, :vocabulary], texts, at)
+        scores = sampling.process_each(logits[part], before)  # [n, V]
         if temperature:
             keys = torch.as_tensor(seeds, device=model.device)[at[:, 0]]
             names = torch.arange(vocabulary, device=model.device)
@@ -186,9 +189,10 @@ def second_best(
     wrong = below > 0
     if not bool(wrong.any()):
         return below[wrong], 0.0
-    other = model(tokens.expand(2, -1), use_cache=False).logits[0, places - 1].float() / scale
+    other = model(tokens.expand(2, -1), use_cache=False).logits[0, places - 1].float()
     rounding = float(logits.abs().max()) * torch.finfo(model.dtype).eps
-    found = max(float((logits - other).abs().max()), rounding)
+    found = max(float((logits - other).abs().max()), rounding) / (temperature or 1.0)
+    penalty: float = getattr(model.generation_config, "repetition_penalty", None) or 1.0
     return below[wrong], found * max(penalty, 1 / penalty)
 
 

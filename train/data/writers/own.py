@@ -13,7 +13,7 @@ import torch
 
 from headstart.heads.core import row_seeds
 from headstart.infer.prompts import Prompt
-from headstart.infer.stream import decode_stream
+from headstart.infer.stream import LEFT_OUT, decode_stream
 
 from ...recipe import Distill
 from ..documents import Document
@@ -93,11 +93,11 @@ class ReplayWriter:
         self._order = order_of(len(documents), seed)
         config: Any = drafting.model.generation_config
         eos = config.eos_token_id
-        if size := getattr(config, "no_repeat_ngram_size", None):
+        if left := [name for name in LEFT_OUT if getattr(config, name, None)]:
             logger.warning(
-                "distill: answers are written without the no_repeat_ngram_size %d of the target's "
-                "generation config, which `generate` applies, also in validation; drafts fit best "
-                "where you decode without it too (no_repeat_ngram_size=0)", size,
+                "distill: answers are written without the %s of the target's generation config, "
+                "which `generate` applies, also in validation; drafts fit best where you decode "
+                "without it too", " and the ".join(left),
             )  # fmt: skip
         self._ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
         self._seeds = row_seeds(seed, examples).tolist()
