@@ -142,7 +142,7 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name, None):
             raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
-    if config.cache_implementation in ("quantized", "offloaded"):
+    if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
         raise OptionError(
             f"cache_implementation is {config.cache_implementation!r}; the speculator keeps its "
             "own cache, in the model's dtype and on its devices: leave it out."

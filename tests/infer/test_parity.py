@@ -623,6 +623,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "past_key_values": {"past_key_values": cached},
     "position_ids": {"position_ids": torch.arange(1, 10).unsqueeze(0)},
     "cache_implementation": {"cache_implementation": "offloaded"},
+    "'offloaded_static'": {"cache_implementation": "offloaded_static"},
+    "'offloaded_hybrid'": {"cache_implementation": "offloaded_hybrid"},
     "attention_mask hides": {"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 1]])},
 }
 
