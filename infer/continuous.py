@@ -85,7 +85,7 @@ class Stream:
         self._rows: list[_Running | None] = []
         self._waiting: list[_Running] = []  # for a row
         self._heat = 0.0  # the temperature that the tree is chosen for
-        self._of_text = frozenset[str]()  # the settings that read the text and that rows can have
+        self._apart = frozenset[str]()  # the settings that rows can have, see `RowSettings.apart`
         self._spoilt = False  # whether the cache holds what is no number
         self._pieces: list[Piece] = []  # that no round has returned yet
 
@@ -220,12 +220,13 @@ class Stream:
         batch = min(self.limit, _power_of_two(len(going)))
         fits = longest <= self.longest and batch <= size < _FEW * len(going)
         heat = self._temperature(going)
-        of_text = frozenset[str]().union(*(own.prompt.settings.of_text for own in going))
-        lacks = (heat and not self._heat) or not of_text <= self._of_text
+        # What was needed once may be again, and to start anew costs more than to have it.
+        apart = self._apart.union(*(own.prompt.settings.apart for own in going))
+        lacks = (heat and not self._heat) or apart != self._apart
         if not fits or self._spoilt or lacks:
             self.longest = self.longest if longest <= self.longest else _power_of_two(longest)
             self._rows, self._waiting = [None] * batch, going
-            self._heat, self._of_text, self._spoilt = heat, of_text, False
+            self._heat, self._apart, self._spoilt = heat, apart, False
             with current(self.speculator.device):
                 self._make_request(batch)
         with current(self.speculator.device):
@@ -243,9 +244,14 @@ class Stream:
         target, device = speculator.target, speculator.device
         rule = choose_rule(speculator.rule, heat > 0)
         seeds = torch.zeros(batch, dtype=torch.long, device=device) if heat else None
+        embedding: Any = target.model.get_input_embeddings()
+        config = target.model.config.get_text_config()
+        vocabulary = max(embedding.weight.shape[0], config.vocab_size)
         processors = manner.processors
         if processors is None:
-            processors = processors_by_row(batch, device, self._of_text, heat > 0, manner.eos)
+            processors = processors_by_row(
+                batch, device, self._apart, heat > 0, vocabulary, manner.eos
+            )
         self.request = request = Request(
             target, speculator.decoding_drafters, speculator.tree_of(batch, heat),
             Sampling(seeds, processors), rule=rule,
@@ -259,9 +265,6 @@ class Stream:
         request.capacity = Capacity(1, self.longest, behind, first)
         capacity = in_steps(request.capacity.slots)
         target.cache.resize(batch, capacity)
-        embedding: Any = target.model.get_input_embeddings()
-        config = target.model.config.get_text_config()
-        vocabulary = max(embedding.weight.shape[0], config.vocab_size)
         context = None if target.limit is None else target.limit.positions
         pads = np.zeros(batch, dtype=int)
         request.rows = Rows(pads, 1, 0, request.eos, vocabulary, context, False)

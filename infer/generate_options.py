@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -22,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from headstart.heads import OptionError, Sampling
-from headstart.heads.core import STATEFUL, counted, device_and_dtype, row_seeds
+from headstart.heads.core import STATEFUL, Biased, counted, device_and_dtype, row_seeds
 
 _OTHER_METHODS = {
     "constraints": "constrained beam search",
@@ -175,12 +177,15 @@ def read_sampling(
     processors: LogitsProcessorList | None,
     seed: Any,
     input_ids: Tensor,
+    vocab: int,
 ) -> Sampling:
     """The seeds and processors of a request for prompts [B, P]; no seeds where it is greedy.
 
-    Refused are another number of seeds than rows, and processors that no tree can follow.
+    Refused are another number of seeds than rows, processors that no tree can follow, and biases
+    of tokens that are not among the target's `vocab` ids.
     """
-    kept, (batch, width) = LogitsProcessorList(processors or []), input_ids.shape
+    found = [_of_single_tokens(item, vocab, input_ids.device) for item in processors or ()]
+    kept, (batch, width) = LogitsProcessorList(found), input_ids.shape
     for processor in kept:
         if batch > 1 and isinstance(processor, STATEFUL):
             raise OptionError(
@@ -203,6 +208,24 @@ def read_sampling(
             "one per row."
         )
     return Sampling(row_seeds(seeds, batch, input_ids.device), kept)
+
+
+def _of_single_tokens(item: Any, vocab: int, device: torch.device) -> Any:
+    """The processor of a `sequence_bias` or of `bad_words_ids` without its look at the text, if all
+    that it is about are single tokens; any other processor as it is.
+    """
+    if type(item) not in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
+        return item
+    if any(len(tokens) > 1 for tokens in item.sequence_bias):
+        return item
+    pairs = [(int(tokens[0]), float(bias)) for tokens, bias in item.sequence_bias.items()]
+    if (most := max(token for token, _ in pairs)) >= vocab:
+        name = "sequence_bias" if type(item) is SequenceBiasLogitsProcessor else "bad_words_ids"
+        raise OptionError(
+            f"token {most} of {name} is not among the target's {vocab} token ids; use the target's "
+            "tokenizer."
+        )
+    return Biased.of(pairs, vocab, device)
 
 
 def read_seed(seed: Any) -> int | list[int]:

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
-from headstart.heads.core import in_steps
+from headstart.heads.core import Biased, in_steps
 from headstart.heads.core.before import Unended
 from headstart.heads.core.sampling import NUMBERS, Suppressed, read_on_device
 
@@ -213,6 +213,8 @@ def built_in(sampling: Sampling) -> Hashable:
     def options(item: LogitsProcessor) -> Hashable:
         if type(item) is Suppressed or type(item) is hf.SuppressTokensLogitsProcessor:
             return Suppressed
+        if type(item) is Biased:
+            return Biased, len(item.bias)
         if type(item) is Unended:
             return Unended, len(item.ends)
         if (penalty := sampling.penalty) is not None and item is penalty:

@@ -307,7 +307,7 @@ class Speculator(DecodingMethod):
         vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
         mask = read_inputs(input_ids, model_kwargs, vocab)
         ending = Ending.of(stopping_criteria, config, input_ids.shape[1])
-        sampling = read_sampling(config, logits_processor, seed, input_ids)
+        sampling = read_sampling(config, logits_processor, seed, input_ids, vocab)
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
         request = Request(

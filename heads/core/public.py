@@ -58,7 +58,7 @@ from .probe import (
     probe_layers,
     trained_context,
 )
-from .row_settings import RowSettings, note_rows, processors_by_row, write_rows
+from .row_settings import Biased, RowSettings, note_rows, processors_by_row, write_rows
 from .sampling import STATEFUL, Sampling, argmax, draw
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask

@@ -18,10 +18,11 @@ _LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row, by the names that `generate` uses; the last three come first there.
+    """Settings of one row, by the names that `generate` uses; the last four come first there.
 
     A temperature of 0 is greedy decoding. The default is the target's whole distribution.
-    `min_length` counts the prompt.
+    `min_length` counts the prompt; `token_bias` is what a `sequence_bias` or `bad_words_ids` adds
+    to single tokens.
     """
 
     temperature: float = 1.0
@@ -31,6 +32,7 @@ class RowSettings(NamedTuple):
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     min_length: int = 0
+    token_bias: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(
@@ -53,12 +55,17 @@ class RowSettings(NamedTuple):
         """
         found, left = dict[str, Any](), list[Any](processors or ())
         text = dict[str, Any]()
+        bias = dict[int, float](left.pop(0).pairs if left and type(left[0]) is Biased else ())
         if left and type(left[0]) is hf.RepetitionPenaltyLogitsProcessor:
             if left[0].prompt_ignore_length:
                 return None
             text["repetition_penalty"] = left.pop(0).penalty
         if left and type(left[0]) is hf.NoRepeatNGramLogitsProcessor:
             text["no_repeat_ngram_size"] = left.pop(0).ngram_size
+        if left and type(left[0]) is Biased and all(b == -math.inf for _, b in left[0].pairs):
+            bias |= left.pop(0).pairs  # what is forbidden stays so whatever comes before
+        if bias:
+            text["token_bias"] = tuple(bias.items())
         while left and type(left[0]) in LENGTHS:
             item = left.pop(0)
             if set(item.eos_token_id.tolist()) != set(ends):
@@ -77,13 +84,10 @@ class RowSettings(NamedTuple):
         return cls(**found, **text) if sampled else cls(0.0, **text)
 
     @property
-    def of_text(self) -> frozenset[str]:
-        """The names of those settings that read the text and are not at their default."""
+    def apart(self) -> frozenset[str]:
+        """The names of settings that `EachRow` does not have and that are not at their default."""
         usual = self._field_defaults
-        return frozenset(name for name in _OF_TEXT if getattr(self, name) != usual[name])
-
-
-_OF_TEXT = ("repetition_penalty", "no_repeat_ngram_size", "min_length")
+        return frozenset(name for name in self._fields[4:] if getattr(self, name) != usual[name])
 
 
 _KINDS: dict[str, type[LogitsProcessor]] = {
@@ -92,12 +96,43 @@ _KINDS: dict[str, type[LogitsProcessor]] = {
 }  # fmt: skip
 
 
+class Biased(LogitsProcessor):
+    """`SequenceBiasLogitsProcessor` of single tokens, with a bias for each row, or one for all.
+
+    Attributes:
+        bias: [B, V] or [1, V]; scores [M, V] are those of B rows, M / B after one another.
+        pairs: the tokens with their bias that it was made of, if of one row.
+    """
+
+    def __init__(self, bias: Tensor, pairs: Iterable[tuple[int, float]] = ()):
+        self.bias, self.pairs = bias, tuple(pairs)
+
+    @classmethod
+    def of(cls, pairs: Collection[tuple[int, float]], vocab: int, device: torch.device) -> Self:
+        """A processor for all rows, of tokens below V = `vocab`."""
+        found = cls(torch.zeros(1, vocab, device=device), pairs)
+        found.write(torch.zeros(1, dtype=torch.long, device=device), [found.pairs])
+        return found
+
+    def write(self, rows: Tensor, new: Sequence[tuple[tuple[int, float], ...]]) -> None:
+        """Give rows [R] these pairs of tokens and biases."""
+        own = torch.zeros(len(new), self.bias.shape[1])  # in float32, as transformers has them
+        for bias, pairs in zip(own, new, strict=True):
+            for token, value in pairs:
+                bias[token] = value
+        self.bias.index_copy_(0, rows, own.to(self.bias))
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # type: ignore[override]
+        bias = self.bias[:, : scores.shape[1]].to(scores.dtype).unsqueeze(1)  # [B, 1, V]
+        return (scores.view(len(bias), -1, scores.shape[1]) + bias).view(scores.shape)
+
+
 class EachRow(LogitsProcessor):
     """What the warpers of transformers make of scores, each row by settings of its own.
 
     Scores [M, V] are those of B rows, M / B after one another. Rows of temperature 0 stay as they
-    are; `Sampling` adds no noise to them. Settings that read the text have processors of their own,
-    see `processors_by_row`: a drafter's proposals do not follow them.
+    are; `Sampling` adds no noise to them. The other settings have processors of their own, see
+    `processors_by_row`: a drafter's proposals do not follow them.
 
     Attributes:
         numbers: [4, B] float64, the first fields of `RowSettings`.
@@ -152,25 +187,28 @@ class EachRow(LogitsProcessor):
 def processors_by_row(
     batch: int,
     device: torch.device | str,
-    of_text: Collection[str],
+    apart: Collection[str],
     sampled: bool,
+    vocab: int,
     ends: Sequence[int] = (),
 ) -> LogitsProcessorList:
     """The processors of rows that have settings of their own, in the order of `generate`.
 
     Args:
-        of_text: the names of settings that read the text and that a row may have.
+        apart: the names of settings that a row may have, see `RowSettings.apart`.
         sampled: whether a row may have a temperature.
-        ends: the end tokens.
+        vocab: V, or more; ends: the end tokens.
     """
     found = LogitsProcessorList()
-    if "repetition_penalty" in of_text:
+    if "token_bias" in apart:
+        found.append(Biased(torch.zeros(batch, vocab, device=device)))
+    if "repetition_penalty" in apart:
         penalty: Any = hf.RepetitionPenaltyLogitsProcessor(1.0)
         penalty.penalty = torch.ones(batch, 1, dtype=torch.float64, device=device)
         found.append(penalty)
-    if "no_repeat_ngram_size" in of_text:
+    if "no_repeat_ngram_size" in apart:
         found.append(NGramsByRow(batch, device))
-    if "min_length" in of_text:
+    if "min_length" in apart:
         least = torch.zeros(batch, 1, dtype=torch.long, device=device)
         found.append(Unended(least, torch.tensor([*ends], dtype=torch.long, device=device)))
     if sampled:
@@ -191,6 +229,8 @@ def write_rows(processors: Iterable[Any], rows: Tensor, new: Sequence[RowSetting
     for item in processors:
         if isinstance(item, EachRow):
             item.write(rows, new)
+        elif isinstance(item, Biased):
+            item.write(rows, [each.token_bias for each in new])
         else:
             setting, name = _WRITTEN[type(item)]
             own, every = [[getattr(each, setting)] for each in new], getattr(item, name)

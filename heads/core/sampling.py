@@ -16,7 +16,7 @@ from .best import best_of
 from .cpu_choices import best_tokens, with_noise
 from .noise import Stream, add_noise, best_with_noise, uniform
 from .nucleus import warped
-from .row_settings import EachRow
+from .row_settings import Biased, EachRow
 
 WARPERS = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
@@ -44,14 +44,14 @@ class Suppressed(LogitsProcessor):
 ROWWISE = (
     *WARPERS, hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
     hf.TopHLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor,
-    hf.LogitNormalization, Suppressed,
+    hf.LogitNormalization, Suppressed, Biased,
 )  # fmt: skip
 """All processors of transformers that are functions of one row of logits alone."""
 
 NUMBERS: dict[type, str] = {
     hf.TemperatureLogitsWarper: "temperature", hf.TopPLogitsWarper: "top_p",
     hf.MinPLogitsWarper: "min_p", hf.RepetitionPenaltyLogitsProcessor: "penalty",
-    EachRow: "numbers", NGramsByRow: "ngram_size", Unended: "least",
+    EachRow: "numbers", NGramsByRow: "ngram_size", Unended: "least", Biased: "bias",
 }  # fmt: skip
 """The numbers of processors that may as well lie on the device, by the class."""
 

@@ -264,6 +264,14 @@ def test_processors_with_a_state(what: str, name: str) -> None:
     one_line(caught.value)
 
 
+def test_a_bias_of_a_token_that_there_is_not() -> None:
+    ids, more = inputs(1)
+    for name, value in (("sequence_bias", [[[VOCAB], 1.0]]), ("bad_words_ids", [[3], [VOCAB]])):
+        with pytest.raises(OptionError, match=f"token {VOCAB} of {name} is not among") as caught:
+            Speculator(tiny("llama")).generate(ids, **base(**more), **{name: value})
+        one_line(caught.value)
+
+
 def test_a_penalty_that_ignores_more_than_the_prompt() -> None:
     ids, more = inputs(3)
     for ignored in (9, torch.tensor([0, 5, 9])):

@@ -1,5 +1,6 @@
 """Rows with settings of their own are processed as the warpers of transformers do each alone."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,14 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
-from headstart.heads.core import Before, RowSettings, note_rows, processors_by_row, write_rows
+from headstart.heads.core import (
+    Before,
+    Biased,
+    RowSettings,
+    note_rows,
+    processors_by_row,
+    write_rows,
+)
 from headstart.heads.core.row_settings import EachRow
 
 SETTINGS = [
@@ -106,7 +114,12 @@ def test_settings_are_read_from_the_processors_of_generate() -> None:
         expected = expected._replace(no_repeat_ngram_size=3, min_length=11)
         assert RowSettings.of(of_text, sampled, [1, 2]) == expected
         assert RowSettings.of(of_text, sampled, [1]) is None  # it is about other end tokens
-        assert len(settings.of_text) == 0 and len(expected.of_text) == 3
+        assert len(settings.apart) == 0 and len(expected.apart) == 3
+        biased = Biased.of([(3, 1.5), (5, -2.0)], 9, torch.device("cpu"))
+        banned = Biased.of([(5, -math.inf)], 9, torch.device("cpu"))
+        of_text = [biased, *of_text[:2], banned, *of_text[2:]]
+        expected = expected._replace(token_bias=((3, 1.5), (5, -math.inf)))
+        assert RowSettings.of(of_text, sampled, [1, 2]) == expected
     others: list[Any] = [
         [hf.TopKLogitsWarper(5), hf.TemperatureLogitsWarper(0.5)],  # in another order
         [hf.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
@@ -131,7 +144,7 @@ def test_each_row_has_the_penalty_that_transformers_gives_it(
     penalties, generator = [1.0, 1.05, 2.0, 0.7], torch.Generator().manual_seed(1)
     logits = torch.randn(4, 50, generator=generator, dtype=dtype)
     texts = torch.randint(50, (4, 12), generator=generator)
-    found = processors_by_row(4, "cpu", {"repetition_penalty"}, sampled)
+    found = processors_by_row(4, "cpu", {"repetition_penalty"}, sampled, 50)
     settings = [RowSettings(repetition_penalty=each) for each in penalties]
     write_rows(found, torch.arange(4), settings)
     together = Sampling(None, found, dtype)
@@ -157,7 +170,7 @@ def test_each_row_has_its_own_ngrams_and_least_length() -> None:
         RowSettings(),
     ]
     names = {"no_repeat_ngram_size", "min_length"}
-    processors = processors_by_row(4, "cpu", names, False, [4, 6])
+    processors = processors_by_row(4, "cpu", names, False, 9, [4, 6])
     for new in (settings, [*settings[:3], RowSettings(no_repeat_ngram_size=3, min_length=17)]):
         write_rows(processors, torch.arange(4), new)
         note_rows(processors, new)
@@ -173,3 +186,22 @@ def test_each_row_has_its_own_ngrams_and_least_length() -> None:
             assert torch.equal(found[row : row + 1], expected)
             banned += bool(expected.isinf().any())
         assert banned >= 3
+
+
+def test_each_row_has_its_own_biases_of_tokens() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(4, 3, 9, generator=generator)
+    biases: list[dict[int, float]] = [{3: 0.1}, {}, {0: -math.inf, 8: 2.7}, {1: -5.0}]
+    settings = [RowSettings(token_bias=tuple(each.items())) for each in biases]
+    processors = processors_by_row(4, "cpu", {"token_bias"}, False, 11)
+    for rows in (range(4), [3, 2, 1, 0]):  # what a row had before is forgotten
+        write_rows(processors, torch.tensor([*rows]), settings)
+        together = Sampling(None, processors)
+        assert together.rowwise
+        found = together.process_each(logits)
+        for row, bias in zip(rows, biases, strict=True):
+            expected: Any = logits[row]
+            if bias:
+                alone: Any = hf.SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()])
+                expected = alone(torch.zeros(3, 1), expected)
+            assert torch.equal(found[row], expected)
