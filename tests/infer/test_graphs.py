@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
-from headstart.heads.core.row_settings import EachRow
+from headstart.heads.core.row_settings import Biased, EachRow
 from headstart.heads.core.sampling import ROWWISE, Suppressed
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners
@@ -201,13 +201,16 @@ def test_a_drafter_that_attends_to_trees_needs_one_graph_too(
 
 
 def test_other_numbers_need_no_other_graph() -> None:
-    """Temperature, top-p, min-p, penalty and suppressed tokens are read on the device."""
+    """Temperature, top-p, min-p, penalty, lengths, and tokens biased or suppressed."""
     replayed, written, tape = both("medusa")
     taped = []
     for turn, many in enumerate((60, 2, 40, 3)):
         options: dict[str, Any] = SAMPLED | {
             "temperature": 0.6 + turn / 10, "top_p": 0.9 - turn / 10, "min_p": 0.01 + turn / 100,
             "repetition_penalty": 1.1 + turn / 10, "suppress_tokens": list(range(many)),
+            "sequence_bias": [[[61 + turn % 2], 1.0 + turn]], "min_new_tokens": NEW,
+            "min_length": 10 + turn,
+            "eos_token_id": [60 + turn % 3], "no_repeat_ngram_size": 4,
         }  # fmt: skip
         text = decode(replayed, **options)
         assert torch.equal(text, decode(written, **options))
@@ -472,7 +475,7 @@ PROCESSORS: dict[type, tuple] = {
     hf.MinPLogitsWarper: (0.1,), hf.TypicalLogitsWarper: (0.9,), hf.EpsilonLogitsWarper: (0.01,),
     hf.EtaLogitsWarper: (0.01,), hf.TopHLogitsWarper: (0.5,),
     hf.SuppressTokensLogitsProcessor: ([3, 4],), hf.InfNanRemoveLogitsProcessor: (),
-    hf.LogitNormalization: (), EachRow: (2,),
+    hf.LogitNormalization: (), EachRow: (2,), Biased: (torch.linspace(-3, 3, 512).view(1, 512),),
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def placed(name: str) -> tuple[Any, Any]:
 def write(speculator: Speculator, rows: int = 4, rule: str = "greedy", **more: Any) -> Tensor:
     options: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0, "do_sample": False}
     options |= {"suppress_tokens": [3, 4], "repetition_penalty": 1.2, "no_repeat_ngram_size": 2}
-    options |= {"min_new_tokens": 3, "eos_token_id": [63]}
+    options |= {"sequence_bias": [[[9], 1.5]], "min_new_tokens": 3, "eos_token_id": [63]}
     if RULES[rule].samples:
         options |= {"do_sample": True, "top_k": 20, "temperature": 0.9, "top_p": 0.95}
         options["seed"] = [11, 12, 13, 14][:rows]
