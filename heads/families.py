@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,7 +61,14 @@ _FAMILIES = (
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
-"""Every family, by name. A new drafter adds its record to those above."""
+"""Every family that a recipe can name, by name. A new drafter adds its record to those above."""
+
+_G4 = "gemma4_assistant"
+PUBLISHED = {_G4: Family(_G4, f"{_G4}:Gemma4Assistant", f"{_G4}:Gemma4AssistantFields")}
+"""Families whose drafters are not trained here, each for targets of one kind alone."""
+
+KNOWN = ChainMap(PUBLISHED, FAMILIES)
+"""Every family whose drafters can be loaded."""
 
 
 def with_article(name: str) -> str:
@@ -70,7 +78,7 @@ def with_article(name: str) -> str:
 
 def check_family(name: str) -> None:
     """Refuse a name that is no family's, with an OptionError."""
-    if name not in FAMILIES:
+    if name not in KNOWN:
         raise OptionError(
             f"drafter.family is {name!r}; expected one of: {', '.join(sorted(FAMILIES))}."
         )
@@ -83,15 +91,21 @@ def family(name: str) -> type[Drafter]:
         OptionError: no family of that name.
     """
     check_family(name)
-    return _imported(FAMILIES[name].place, str(__package__))
+    return _imported(KNOWN[name].place, str(__package__))
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a family, or what can be told of its options without a target and without torch.
 
     Raises:
-        OptionError: no such family or option, or a number that no drafter has.
+        OptionError: no such family or option, one that is not trained here, or a number that no
+            drafter has.
     """
+    if name in PUBLISHED:
+        raise OptionError(
+            f"drafter.family is {name!r}, whose drafters are not trained here; load one that was "
+            f"published, or expected one of: {', '.join(sorted(FAMILIES))}."
+        )
     kind = declared_by(name)
     if kind is None:
         return
@@ -107,7 +121,7 @@ def declared_by(name: str) -> type[Fields] | None:
         OptionError: no family of that name.
     """
     check_family(name)
-    place = FAMILIES[name].declared
+    place = KNOWN[name].declared
     return _imported(place, f"{__package__}.declared") if place else None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import ArtifactError
 from ..drafter import Drafter
-from ..families import FAMILIES, family
+from ..families import KNOWN, family
 from ..parts.published.dflash import ARCHITECTURES
 from .files import INDEX, MALFORMED, brief, pickled, read_json, single_weights
 from .source import DrafterSource
@@ -31,7 +31,7 @@ INSIDE = ("medusa_head.", "hydra_head.")
 _OF_DRAFTERS = re.compile(
     r"(model\.)?(fc|fusion_fc)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
     r"|\d+\.0\.linear\.weight|blocks\.0\.layers\.0\.weight"
-    r"|(speculator\.)?(forget_)?emb\.0\.(0\.)?weight"
+    r"|pre_projection\.weight|(speculator\.)?(forget_)?emb\.0\.(0\.)?weight"
 )
 """Names of tensors that a drafter has and no language model."""
 
@@ -66,7 +66,7 @@ def recognise(
 
 def known_families() -> str:
     """The families whose drafters have weights."""
-    return ", ".join(name for name in FAMILIES if not family(name).weightless)
+    return ", ".join(name for name in KNOWN if not family(name).weightless)
 
 
 def format_of(config: dict[str, Any], names: Iterable[str]) -> str:
@@ -153,7 +153,7 @@ def _family_of(
     config: dict[str, Any], tensors: dict[str, Tensor], file: Path
 ) -> tuple[type[Drafter], dict[str, Any], dict[str, Tensor]] | None:
     """The family that knows these tensors, and what its `from_checkpoint` returns."""
-    for name in FAMILIES:
+    for name in KNOWN:
         try:
             found = family(name).from_checkpoint(config, tensors)
         except ArtifactError as error:

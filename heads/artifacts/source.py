@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core import ArtifactError
 from ..declared.adapter import ADAPTER_WEIGHTS
-from ..families import FAMILIES, family, is_language_model
+from ..families import FAMILIES, KNOWN, PUBLISHED, family, is_language_model
 from .files import (
     CONFIG,
     MANIFEST,
@@ -80,6 +80,11 @@ class DrafterSource:
                 f"{self.name!r} is a family of drafters, and not a trained one; give the folder of "
                 f"one, such as `headstart quickstart --drafter {self.name}` trains, or its name on "
                 "the Hub."
+            )
+        if self.name in PUBLISHED:
+            raise ArtifactError(
+                f"{self.name!r} is a family of drafters that are not trained here; give the name "
+                "on the Hub, or the folder, of one that was published."
             )
         folder = download(self.name, files_to_download(self._listed, self.allow_pickle))
         if not folder.is_dir():  # the repository has none of the files
@@ -212,7 +217,7 @@ class DrafterSource:
         name, path = self.manifest.family, self.folder / CONFIG
         config = read_json(path)
         found, expected = config.get("model_type"), f"headstart_{name}"
-        if name in FAMILIES and is_language_model(name):
+        if name in KNOWN and is_language_model(name):
             from transformers import CONFIG_MAPPING
 
             expected = found if str(found) in CONFIG_MAPPING else "one of transformers' own"

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         (source,) = drafter_sources(options)
         weightless = source.kind is SourceKind.WEIGHTLESS
         manifest = source.manifest if source.kind is SourceKind.ARTIFACT else None
-        if weightless or (manifest and not family(manifest.family).trainable):
+        if weightless or (manifest and family(manifest.family).weightless):
             raise UsageError(f"--drafter {source} has learnt nothing that could be compared")
         plain = argparse.Namespace(**vars(options) | {"drafter": None})
         speculator = load_speculator(plain)

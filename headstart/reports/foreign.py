@@ -21,7 +21,10 @@ from headstart.heads.pard import PARALLEL
 
 from .tables import grid, print_apart, titled
 
-_OF_TARGET = ("hidden_size", "vocab_size", "feature_layers", "layer")
+_OF_TARGET = (
+    *("hidden_size", "vocab_size", "feature_layers", "layer"),
+    *("head_dims", "rope_parameters"),  # of Gemma 4's assistants
+)
 _NAMED = ("base_model_name_or_path", "target_model_name_or_path")
 
 
@@ -108,6 +111,8 @@ def _needs(fields: dict[str, Any]) -> list[str]:
         needs.append(f"the inputs of its layers {inputs} (the outputs of {outputs})")
     elif "norm_before_residual" in fields:  # EAGLE-3
         needs.append("the inputs of its layers 2, L/2 and L - 3, of L: the config names none")
+    for kind in sorted(sizes := fields.get("head_dims", {})):
+        needs.append(f"a Gemma 4 with keys and values of size {sizes[kind]} in its {kind}")
     if fields.get("embedding") == "own":
         needs.append("nothing of its embeddings, unless those in the file are the same")
     return needs

@@ -15,13 +15,14 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-from headstart.heads import FAMILIES, DecodingError, OptionError, SlabCache
+from headstart.heads import DecodingError, OptionError, SlabCache
+from headstart.heads.families import KNOWN
 from headstart.infer import Batcher, Speculator
 from headstart.infer.continuous import Stream
 from headstart.infer.loop import Decoding
 from headstart.infer.request import Request
 from tests.support.covering import covering
-from tests.support.families import TREES, drafter
+from tests.support.families import TREES, drafter, own, target
 from tests.support.tape import on_tape
 from tests.support.tiny import VOCAB, letters, one_line, tiny
 
@@ -91,13 +92,13 @@ def all_wait(batcher: Batcher, calls: Sequence[Callable[[], Any]], go: threading
 
 @pytest.mark.parametrize(
     ("name", "graphs", "sampled"),
-    covering([*product([None, *FAMILIES], (False, True), (False, True))]),
+    covering([*product([None, *KNOWN], (False, True), (False, True))]),
 )
 def test_texts_are_those_of_each_alone(name: str | None, graphs: bool, sampled: bool) -> None:
-    model = tiny("llama")
-    own = None if name is None else drafter(name, "tiny")
+    model = tiny("llama") if name is None else target(own(name))
+    drafts = None if name is None else drafter(name, own(name))
     tree = None if name is None else "beam:3,3" if name == "redrafter" else TREE
-    speculator = Speculator(model, own, tree=tree)
+    speculator = Speculator(model, drafts, tree=tree)
     if graphs:
         on_tape(speculator)
     batcher = Batcher(speculator, rows=3)

@@ -16,12 +16,13 @@ from torch import Tensor
 from headstart.commands.quickstart import quickstart_of
 from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafter
 from headstart.heads.draft_model import DraftModel
+from headstart.heads.families import KNOWN, PUBLISHED
 from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
 from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.expansions import SAMPLED
 from tests.support.covering import covering
-from tests.support.families import LENGTHS, TARGETS, TREES, UNIONS, drafter, target
+from tests.support.families import LENGTHS, TARGETS, TREES, UNIONS, drafter, own, target
 from tests.support.paths import ROOT
 from tests.support.tiny import prompts, tiny
 
@@ -71,8 +72,10 @@ def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:
 def cases() -> list[Any]:
     found = []
     pairs = [(name, tree) for name in (*FAMILIES, *UNIONS) for tree in trees(name)]
-    for of, (name, tree), batch in product(TARGETS, pairs, (1, 4)):
-        folder, marks = TARGETS[of], []
+    chosen = [*product(TARGETS, pairs, (1, 4))]
+    chosen += [(name, (name, tree), n) for name in PUBLISHED for tree in TREES for n in (1, 4)]
+    for of, (name, tree), batch in chosen:
+        folder, marks = TARGETS.get(of), []
         quick = of == "tiny" and batch == 4 if name in UNIONS else (of, batch) != ("stories260k", 1)
         if of == "quickstart" or not quick:
             marks.append(pytest.mark.proof)
@@ -153,19 +156,19 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int, rule: str) -> N
         assert not together[len(alone) :].any(), "only padding follows the row's end"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_nothing_follows_an_end_token_that_was_walked_to(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nodes are asked level by level, those below an end token never are."""
     monkeypatch.setattr(choices, "_AT_ONCE", 0)
     ids, mask = prompts([9, 4, 7, 6])
-    model = target("tiny")
+    model = target(own(name))
     options: dict[str, Any] = {
         "attention_mask": mask, "max_new_tokens": 24, "do_sample": True, "top_k": 0, "seed": 3,
         "eos_token_id": list(range(0, 64, 9)), "pad_token_id": 0,
     }  # fmt: skip
     itself = DraftModel.of(tiny("llama")).bind(model) if name == "draft_model" else None
-    speculator = Speculator(model, itself or drafter(name, "tiny"), tree="chain:3")
+    speculator = Speculator(model, itself or drafter(name, own(name)), tree="chain:3")
     text = speculator.generate(ids, **options)
     assert torch.equal(text, Speculator(model).generate(ids, **options))

@@ -15,15 +15,16 @@ import transformers as tf
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
+from headstart.heads import DecodingError, Drafter, OptionError, Sampling
 from headstart.heads.core.row_settings import Biased, EachRow
 from headstart.heads.core.sampling import ROWWISE, Suppressed
+from headstart.heads.families import KNOWN
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners
 from headstart.infer.graphs import RoundGraphs, addresses
 from headstart.infer.rules import matching
 from headstart.infer.runners import CapturedRunner
-from tests.support.families import LENGTHS, TREES, drafter, target
+from tests.support.families import LENGTHS, TREES, drafter, own, target
 from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
 from tests.support.tiny import COMMON, one_line, prompts
 
@@ -44,9 +45,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def placed(name: str, place: str) -> tuple[Any, Any]:
     """Target and drafter at a place."""
     if place == "cpu":
-        return target("tiny"), drafter(name, "tiny")
-    model = copy.deepcopy(target("tiny")).to(place, torch.float32)
-    return model, copy.deepcopy(drafter(name, "tiny")).to(place, torch.float32).bind(model)
+        return target(own(name)), drafter(name, own(name))
+    model = copy.deepcopy(target(own(name))).to(place, torch.float32)
+    return model, copy.deepcopy(drafter(name, own(name))).to(place, torch.float32).bind(model)
 
 
 def both(
@@ -61,9 +62,9 @@ def both(
 def cases() -> list[Any]:
     """By default each family once, and every second one sampled."""
     found = []
-    for name, tree, batch, sampled in product(FAMILIES, TREES, (1, 4), (False, True)):
+    for name, tree, batch, sampled in product(KNOWN, TREES, (1, 4), (False, True)):
         quick = batch == 4 and tree == (TREES[2] if name == "redrafter" else STATIC)
-        quick = quick and sampled == list(FAMILIES).index(name) % 2
+        quick = quick and sampled == list(KNOWN).index(name) % 2
         how = f"{name}-{tree[:5]}-{batch}-{'sampled' if sampled else 'greedy'}"
         marks = () if quick else pytest.mark.proof
         found.append(pytest.param(name, tree, batch, sampled, marks=marks, id=how))

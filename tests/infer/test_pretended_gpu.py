@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from headstart.heads import FAMILIES, OptionError
+from headstart.heads import OptionError
 from headstart.heads.core import Packing, fused, fused_products
 from headstart.heads.core.whole_model import take_whole_models
+from headstart.heads.families import KNOWN
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, batcher, request
 from headstart.infer.generate_options import Ending
@@ -28,7 +29,7 @@ from headstart.infer.prompts import Prompt
 from headstart.infer.rules.registry import RULES
 from headstart.infer.stats import Emitted
 from headstart.infer.stream import decode_stream
-from tests.support.families import LENGTHS, TREES, drafter, target
+from tests.support.families import LENGTHS, TREES, drafter, own, target
 from tests.support.pretended import (
     Gpu,
     Mixed,
@@ -53,7 +54,7 @@ QUICK = {
     ("eagle", TREES[1], "rejection"), ("eagle3", TREES[2], "greedy"),
     ("draft_model", TREES[2], "coupled"), ("lookup", TREES[1], "typical"),
     ("pard", TREES[2], "coupled"), ("recycling", TREES[1], "greedy"),
-    ("mlp_speculator", TREES[2], "coupled"),
+    ("mlp_speculator", TREES[2], "coupled"), ("gemma4_assistant", TREES[1], "coupled"),
 }  # fmt: skip
 """Every family, tree and rule."""
 
@@ -66,8 +67,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictCapture]:
 
 def placed(name: str) -> tuple[Any, Any]:
     """Target and drafter on the GPU, in float32, which its kernels know."""
-    model = moved_there(copy.deepcopy(target("tiny")).float())
-    return model, moved_there(copy.deepcopy(drafter(name, "tiny")).float()).bind(model)
+    model = moved_there(copy.deepcopy(target(own(name))).float())
+    return model, moved_there(copy.deepcopy(drafter(name, own(name))).float()).bind(model)
 
 
 def write(speculator: Speculator, rows: int = 4, rule: str = "greedy", **more: Any) -> Tensor:
@@ -87,15 +88,15 @@ def write(speculator: Speculator, rows: int = 4, rule: str = "greedy", **more: A
 
 
 def on_cpu(name: str, **how: Any) -> Speculator:
-    model = copy.deepcopy(target("tiny")).float()
-    heads = copy.deepcopy(drafter(name, "tiny")).float().bind(model)
+    model = copy.deepcopy(target(own(name))).float()
+    heads = copy.deepcopy(drafter(name, own(name))).float().bind(model)
     return Speculator(model, heads, attention="tree", **how)
 
 
 def cases() -> list[Any]:
     return [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.proof)
-        for case in product(FAMILIES, TREES, RULES)
+        for case in product(KNOWN, TREES, RULES)
     ]
 
 

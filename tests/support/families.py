@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from headstart.heads import FAMILIES, DrafterGroup, TrainableDrafter, family
+from headstart.heads import DrafterGroup, TrainableDrafter, family
+from headstart.heads.families import KNOWN, PUBLISHED
+from tests.support import gemma4
 from tests.support.paths import ROOT, SHARED
 from tests.support.tiny import tiny
 
@@ -24,11 +26,19 @@ LENGTHS = [9, 4, 7, 6]
 
 @cache
 def target(name: str) -> Any:
+    """A target of `TARGETS`, or that of a family which is for targets of one kind."""
+    if name in PUBLISHED:
+        return gemma4.target()
     if name == "tiny":
         return tiny("llama")
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(TARGETS[name], dtype=torch.float64).eval()
+
+
+def own(name: str) -> str:
+    """A family's tiny target, by name."""
+    return name if name in PUBLISHED else "tiny"
 
 
 @cache
@@ -39,7 +49,7 @@ def drafter(name: str, of: str) -> Any:
     torch.manual_seed(5)
     model, cls = target(of), family(name)
     config: Any = cls.config_class
-    made = cls(config.for_target(model, **FAMILIES[name].small)).double().bind(model)
+    made = cls(config.for_target(model, **KNOWN[name].small)).double().bind(model)
     if isinstance(made, TrainableDrafter):
         made.init_from_target(torch.arange(model.config.vocab_size))
     with torch.no_grad():

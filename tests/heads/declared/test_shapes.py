@@ -8,11 +8,11 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from headstart.heads import FAMILIES, family
+from headstart.heads import family
 from headstart.heads.declared.layer import Layer
-from headstart.heads.families import declared_by
+from headstart.heads.families import KNOWN, declared_by
 
-DECLARED = [name for name in FAMILIES if declared_by(name) is not None]
+DECLARED = [name for name in KNOWN if declared_by(name) is not None]
 LAYER = {
     "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 10, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
@@ -59,6 +59,11 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
         [{}, {"feature_layers": [1, 2]}, {"markov_rank": 3}, {"embedding": "own"}, {"window": 4},
          {"selector_rank": 2, "conv_kernel_size": 3, "conv_group_size": 6}],
     ],
+    "gemma4_assistant": [
+        [{"kinds": ["sliding_attention", "full_attention"], "width": 20, "inner_dim": 30,
+          "head_dims": {"sliding_attention": 6, "full_attention": 8}}],
+        [{}, {"centroids": 10, "top_centroids": 2}],
+    ],
     "lookup": [[{}, {"max_match": 4}]],
     "recycling": [[{}, {"successors": 3}]],
 }  # fmt: skip
@@ -86,6 +91,8 @@ WRONG: list[dict[str, Any]] = [
     {"feature_layers": [None]}, {"hidden_size": None}, {"dropout": 1.0}, {"rnn": 3},
     {"max_match": 10**9}, {"norm_before_fc": True, "fc_norm": True}, {"layer": []},
     {"cell": "gru"}, {"cell": "lstm", "tied": False}, {"inner_dim": -1},
+    {"kinds": ["conv"]}, {"kinds": "x"}, {"kinds": ["full_attention"], "head_dims": {"x": 3}},
+    {"centroids": 7}, {"centroids": 5, "top_centroids": 6}, {"head_dims": {"full_attention": "x"}},
     {"mask_token_id": "x"}, {"embedding": 3}, {"ramp": "square"}, {"modules": [1]},
 ]  # fmt: skip
 
