@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedTarget
 
+_WAS_IN = "_weights_were_in"  # of modules that are resident now, by name
 _BY_US = "_weights_are_brought_ahead"  # the attribute of a module whose hook does not fetch now
 
 
@@ -149,6 +150,7 @@ def keep_resident(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     streamed = [part for layer in layers for part in layer.modules() if has_offloaded_params(part)]
     for part in streamed:
         hook: Any = part._hf_hook
+        setattr(part, _WAS_IN, {name: _place(part, name) for name in part._parameters})
         hook.pre_forward(part)
         hook.offload = False  # it goes on moving inputs, and weights no longer
     first, last = _ends(model)
@@ -162,7 +164,8 @@ def streamed_from(model: PreTrainedModel) -> str:
     """The share of a model's bytes that is streamed in, and from where, such as `90% from disk`.
 
     Empty where nothing is. The share is rounded to a tenth, since it may depend on what memory was
-    free, and leaves out what a drafter changes: embedding, output layer, and an adapter's modules.
+    free. It is the same with any drafter: it leaves out embedding, output layer and an adapter's
+    modules, and other layers that stay for a drafter count as streamed in.
     """
     ends, sizes = _ends(model), Counter[str]()
     for module in model.modules():
@@ -179,9 +182,10 @@ def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
 
 
 def _place(module: nn.Module, name: str) -> str:
-    """Where a module's weight is fetched from: `cpu` or `disk`; empty where it stays."""
+    """Where a module's weight is fetched from, or was before `keep_resident`: `cpu` or `disk`;
+    empty where it always stayed."""
     if not streams(module):
-        return ""
+        return getattr(module, _WAS_IN, {}).get(name, "")
     hook: Any = module._hf_hook
     kept, prefix = hook.weights_map, ""
     if hasattr(kept, "prefix"):

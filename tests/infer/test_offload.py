@@ -10,7 +10,6 @@ import torch
 from accelerate.utils.offload import OffloadedWeightsLoader
 
 from headstart.heads import (
-    FAMILIES,
     Manifest,
     OptionError,
     TrainableDrafter,
@@ -20,6 +19,7 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.artifacts.plan import find_plans, machine, write_plan
+from headstart.heads.families import KNOWN
 from headstart.infer import Speculator, graphs
 from headstart.infer.measure import forward_costs, planner
 from headstart.infer.measure.bench import bench
@@ -32,7 +32,8 @@ from headstart.infer.measure.round_parts import round_parts
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.trees.static import StaticTree
 from tests.support.counting import counting_drafter, counting_rows, counting_target
-from tests.support.families import TREES
+from tests.support.families import TREES, own
+from tests.support.families import target as target_of
 from tests.support.late_copies import as_on_a_gpu
 from tests.support.streamed import PLACES, fetched, streamed, streamed_tiny
 from tests.support.tiny import one_line, prompts, tiny
@@ -41,9 +42,9 @@ from tests.support.tiny import one_line, prompts, tiny
 def saved(name: str, folder: Path) -> Any:
     """Save a drafter with random weights; the target it was made for, with its adapter."""
     torch.manual_seed(5)
-    target, cls = copy.deepcopy(tiny("llama")), family(name)
+    target, cls = copy.deepcopy(target_of(own(name))), family(name)
     config: Any = cls.config_class
-    made = cls(config.for_target(target, **FAMILIES[name].small)).double().bind(target)
+    made = cls(config.for_target(target, **KNOWN[name].small)).double().bind(target)
     if isinstance(made, TrainableDrafter):
         made.init_from_target(torch.arange(target.config.vocab_size))
     moved = list(made.parameters())
@@ -59,14 +60,14 @@ def saved(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [*((name, "disk") for name in FAMILIES), ("medusa", "cpu"), ("medusa", "map")],
+    [*((name, "disk") for name in KNOWN), ("medusa", "cpu"), ("medusa", "map")],
 )
 def test_greedy_text_is_that_of_generate(
     name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An artifact loads onto a target that is elsewhere; drafting waits for none of its weights."""
     whole = saved(name, tmp_path / "heads")
-    model = streamed_tiny(place, tmp_path)
+    model = streamed(target_of(own(name)), place, tmp_path)
     before = machine(model)
     draft: Any = load_drafter(tmp_path / "heads", model, dtype=torch.float64)
     assert machine(model) == before, "its plan is looked up before it is loaded"

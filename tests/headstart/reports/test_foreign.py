@@ -12,6 +12,7 @@ from torch import ones
 from headstart.commands import inspect
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
+from tests.support import gemma4
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
 from tests.support.published_eagle3 import VARIANTS
@@ -52,6 +53,20 @@ def test_what_it_is_and_what_it_needs(tmp_path: Path) -> None:
     shown = out.getvalue()
     for part in ("speculators", "eagle3", "layer: sliding_window", "fc.weight", "0, 1, 2"):
         assert part in shown
+
+
+def test_an_assistant_of_gemma_4(tmp_path: Path) -> None:
+    gemma4.assistant().save_pretrained(tmp_path)
+    found = describe_foreign(source := DrafterSource(tmp_path))
+    assert (found["family"], found["problem"]) == ("gemma4_assistant", None)
+    assert found["options"]["centroids"] == 8 and "rope_parameters" not in found["options"]
+    assert found["needs"] == [
+        "a target of hidden size 32 and vocabulary 64",
+        "a Gemma 4 with keys and values of size 16 in its full_attention",
+        "a Gemma 4 with keys and values of size 8 in its sliding_attention",
+    ]
+    assert fits_foreign(source, gemma4.target(), None) is None
+    assert "the target is a llama" in str(fits_foreign(source, tiny("llama"), None))
 
 
 def _one_layer() -> Any:
