@@ -30,6 +30,7 @@ from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import compute_experts_alike, copy_layers, layers_of
 from .parts.recompute import compute_again
+from .parts.student import KEPT, keep_rows, load_student, whole_state
 from .trainable import DraftLogits, TrainableDrafter
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class DraftModel(TrainableDrafter):
         self.model: Any = model
         self._layers = CachedLayers(self.model)
         self._inputs = self._outputs = config.vocab_size  # its token ids, counted by `bind`
+        self._whole_output: tuple[torch.nn.Linear, ...] = ()  # unregistered, see `keep_tokens`
         self._lora = own_adapter(config.lora)
         self.post_init()
 
@@ -137,9 +139,29 @@ class DraftModel(TrainableDrafter):
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
         """Load the student as transformers does, with the same options; it never runs own code."""
-        options["trust_remote_code"] = False
-        loaded: Any = load_pretrained(AutoModelForCausalLM, name, *args, **options)
-        return (cls.of(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else cls.of(loaded)
+        model, report, beside = load_student(name, args, options, [KEPT])
+        drafter = cls.of(model)
+        if KEPT in beside:
+            drafter.keep_tokens(beside[KEPT])
+        return (drafter, *report) if report else drafter
+
+    def keep_tokens(self, ids: Tensor) -> None:
+        """Propose the tokens of ascending ids [Vd] alone, and compute no other logits.
+
+        The student is still saved whole, with these ids beside it; it cannot be trained like this.
+
+        Raises:
+            ArtifactError: see `keep_rows`.
+        """
+        whole = self._whole_output or (output_layer(self.model),)
+        keep_rows(self.model, whole[0], ids)
+        self._whole_output, self._layers = whole, CachedLayers(self.model)
+        self.__dict__.pop("_output", None)
+
+    @property
+    def trimmed(self) -> bool:
+        """Whether it proposes some of its tokens alone, see `keep_tokens`."""
+        return bool(self._whole_output)
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
         """Save the student alone, as the ordinary model that it is, in one file of weights.
@@ -148,6 +170,8 @@ class DraftModel(TrainableDrafter):
         """
         if self._lora is not None and self._lora.attached:
             options = {"state_dict": self._lora.merged_state(), **options}
+        if self._whole_output:
+            options = {"state_dict": whole_state(self.model, *self._whole_output), **options}
         self.model.save_pretrained(folder, **{"max_shard_size": "1TB", **options})
         # transformers derives the same from the config.
         (Path(folder) / "generation_config.json").unlink(missing_ok=True)
@@ -174,6 +198,11 @@ class DraftModel(TrainableDrafter):
         self._outputs = output_layer(self.model).out_features
         if self.config.layers is not None:  # it is made for this target
             compute_experts_alike(self.model, target)
+        if self.trimmed and self.model.draft_vocabulary[-1] >= self.config.vocab_size:
+            raise OptionError(
+                f"the drafter proposes the token {self.model.draft_vocabulary[-1].item()}, and the "
+                f"target has {self.config.vocab_size}; load the target that it was trimmed for."
+            )
         return super().bind(target)
 
     def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
@@ -234,14 +263,17 @@ class DraftModel(TrainableDrafter):
 
     @property
     def draft_vocabulary(self) -> Tensor | None:
-        """[Vd] the ids 0 … Vd - 1, where the student has fewer than the target; None otherwise."""
+        """[Vd] the ids that were kept; or 0 … Vd - 1, where the student has fewer than the target;
+        None otherwise."""
+        if self.trimmed:
+            return self.model.draft_vocabulary
         if self._outputs >= self.config.vocab_size:
             return None
         return torch.arange(self._outputs, device=device_of(output_layer(self.model)))
 
     @property
     def language_model(self) -> PreTrainedModel | None:
-        return self.model
+        return None if self.trimmed else self.model
 
     def draft_hidden_states(
         self,

@@ -14,22 +14,21 @@ With features of the target (PARD-2, arXiv 2605.08632) a projection of those tha
 emitted from is added to its embedding; masks take the newest token's.
 """
 
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .core import FINAL, AttentionWindows, OptionError, load_pretrained, read_weights
+from .core import FINAL, AttentionWindows, OptionError
 from .draft_model import DraftModel, DraftModelConfig
 from .drafter import Step, entries_at, from_last_true, last_true
 from .parts.cached_layers import DraftCache
 from .parts.draft_attention import attention_for, knows_flex
 from .parts.mask_blocks import MaskBlocks, depth_shares
 from .parts.own_layers import recurrent_layers
+from .parts.student import KEPT, load_student
 
 PROJECTION = "target_proj.weight"
 """The tensor in the file of weights that projects the target's features."""
@@ -139,16 +138,10 @@ class Pard(DraftModel):
             projection: [Dd, F], of the target's features, where the file of weights has none.
                 Without any the model drafts from tokens alone.
         """
-        written, weights = PreTrainedConfig.get_config_dict(name)[0], Path(name) / SAFE_WEIGHTS_NAME
-        if written.get("pard2_target_layers") and weights.is_file():
-            tensors = read_weights(weights)
-            if (own := tensors.pop(PROJECTION, None)) is not None:
-                config = options.pop("config", None) or load_pretrained(AutoConfig, name)
-                options |= {"config": config, "state_dict": tensors}
-                projection = own
-        options["trust_remote_code"] = False
-        loaded: Any = load_pretrained(AutoModelForCausalLM, name, *args, **options)
-        model, *report = loaded if isinstance(loaded, tuple) else (loaded,)
+        written = PreTrainedConfig.get_config_dict(name)[0]
+        own = [KEPT, *([PROJECTION] if written.get("pard2_target_layers") else [])]
+        model, report, beside = load_student(name, args, options, own)
+        projection = beside.get(PROJECTION, projection)
         fields = _read(written)
         if projection is None:
             fields.pop("feature_layers", None)
@@ -157,6 +150,8 @@ class Pard(DraftModel):
         drafter = cls.of(model, **fields)
         if projection is not None:
             model.target_proj.to(model.dtype).load_state_dict({"weight": projection})
+        if KEPT in beside:
+            drafter.keep_tokens(beside[KEPT])
         return (drafter, *report) if report else drafter
 
     def bind(self, target: PreTrainedModel) -> Self:

@@ -106,6 +106,12 @@ def _write(
                 f"the drafter reads features of its target, which {form} gives to no language "
                 "model; train one without drafter.feature_layers."
             )
+        if drafter.trimmed:
+            raise ArtifactError(
+                f"the drafter proposes {len(drafter.draft_vocabulary):,} of "
+                f"{drafter.config.vocab_size:,} tokens, which {form} asks of no language model; "
+                "export the drafter that it was trimmed from."
+            )
         drafter.save_pretrained(folder)
         config = with_older_names(read_json(folder / CONFIG))
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

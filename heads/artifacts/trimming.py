@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..core import ArtifactError, OptionError, output_layer, output_rows
+from ..draft_model import DraftModel
 from ..drafter import Drafter
 from ..families import with_article
 from ..parts.vocabulary import TrimmedVocabulary
@@ -55,24 +56,27 @@ def check_can_be_trimmed(drafter: Drafter, size: int) -> None:
         OptionError: these are not fewer tokens than it proposes now; or heads that share an output
             layer would have more rows of their own.
     """
-    name = with_article(drafter.config.family_name())
+    name, config = with_article(drafter.config.family_name()), drafter.config
     if drafter.adapter is not None:
         raise ArtifactError(
             f"{name} drafter belongs to an adapted target; write both as ordinary models first "
             "(headstart merge), and trim the drafter among them."
         )
-    if not isinstance(drafter, TrimmedVocabulary):
+    if not isinstance(drafter, TrimmedVocabulary | DraftModel):
         raise ArtifactError(
-            f"{name} drafter has no output layer that could be trimmed; expected one of trained "
-            "heads or decoder layers, such as medusa, hydra, redrafter, eagle or eagle3."
+            f"{name} drafter has no output layer that could be trimmed; expected trained heads, "
+            "decoder layers or a draft model, such as medusa, eagle3 or draft_model."
         )
-    config = drafter.config
-    known, whole, rows = config.output_size, config.vocab_size, drafter.own_rows(size)
+    now = drafter.draft_vocabulary
+    known = config.vocab_size if now is None else len(now)
     if not 0 < size < known:
         raise OptionError(
             f"a vocabulary of {size:,} tokens for a drafter that proposes {known:,}; expected "
             f"1 … {known - 1:,}."
         )
+    if isinstance(drafter, DraftModel):
+        return
+    whole, rows = config.vocab_size, drafter.own_rows(size)
     if config.output == "shared" and rows >= whole:
         heads = rows // size
         raise OptionError(
@@ -105,6 +109,8 @@ def trimmed(drafter: Drafter, ids: Tensor) -> Any:
             f"the token {unknown[0].item()} for a drafter that does not propose it; expected "
             "tokens that it proposes."
         )
+    if isinstance(drafter, DraftModel):
+        return _with_tokens(drafter, ids)
     config: Any = copy.deepcopy(drafter.config)
     config.output, config.draft_vocab_size = "trimmed", len(ids)
     kind: Any = type(drafter)
@@ -121,6 +127,14 @@ def trimmed(drafter: Drafter, ids: Tensor) -> Any:
             state[name] = state[name].index_select(dim, rows)
     new.load_state_dict(state, assign=True)
     return new.to(place).eval().bind(drafter.target)
+
+
+def _with_tokens(drafter: DraftModel, ids: Tensor) -> DraftModel:
+    """A draft model that shares all weights with another, and proposes tokens [Vd] alone."""
+    shared = (*drafter.parameters(), *drafter.buffers(), drafter.target)
+    new = copy.deepcopy(drafter, {id(each): each for each in shared})
+    new.keep_tokens(ids)
+    return new.eval().bind(drafter.target)
 
 
 def _rows_of_target(drafter: Drafter, ids: Tensor, names: list[str]) -> dict[str, Tensor]:
@@ -173,11 +187,12 @@ def save_trimmed(
 
 def _card(source: DrafterSource, manifest: Manifest, drafter: Drafter) -> str:
     """A trimmed drafter's model card, with what its base was trained with."""
-    config: Any = drafter.config
+    known = drafter.draft_vocabulary
+    assert known is not None  # it is trimmed
     base = f"the drafter `{manifest.origin}`"
     if source.kind is SourceKind.IN_TARGET:
         base = f"the module in the files of `{manifest.origin}`"
-    body = _BODY.format(base=base, size=config.output_size, whole=config.vocab_size)
+    body = _BODY.format(base=base, size=len(known), whole=drafter.config.vocab_size)
     title = f"{with_article(manifest.family).capitalize()} drafter for `{manifest.target}`"
     try:
         return model_card(manifest, title, body + training_table(manifest), "")
