@@ -18,7 +18,10 @@ _TEXT = (
     "text like what the model writes, whose tokens are counted: a file or folder of texts, prompts "
     "or chats, best with answers, or a folder of rows that headstart distill wrote"
 )
-_TOKENS = f"propose N tokens (default: a quarter of the vocabulary, at most {_MOST:,})"
+_TOKENS = (
+    f"propose N tokens (default: a quarter of the vocabulary, at most {_MOST:,}; 1/K of that for K "
+    "heads that share the target's output layer)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         drafter: Any = load_drafter(source, model, tokenizer, dtype="auto")
     known = drafter.draft_vocabulary
     whole = drafter.config.vocab_size if known is None else len(known)
-    size = options.tokens or min(_MOST, whole // 4)
+    size = options.tokens or _default_size(drafter, whole)
     check_can_be_trimmed(drafter, size)
     vocabulary = drafter.config.vocab_size
     ends = end_tokens(model)
@@ -69,3 +72,9 @@ def run(options: argparse.Namespace) -> int:
     print(f"It proposes {size:,} of {whole:,} tokens{share}.")
     print(f"What that costs in acceptance, and whether it pays: headstart plan --drafter {folder}")
     return 0
+
+
+def _default_size(drafter: Any, whole: int) -> int:
+    """How many of so many tokens are kept: heads that share a layer each get rows of their own."""
+    shared = getattr(drafter.config, "output", None) == "shared"
+    return max(1, min(_MOST, whole // 4) // (drafter.own_rows(1) if shared else 1))

@@ -46,6 +46,20 @@ def test_it_is_written_and_decodes(place: Path, capsys: pytest.CaptureFixture[st
     assert torch.equal(text, plain.generate(ids, max_new_tokens=20))
 
 
+def test_heads_that_share_a_layer_are_trimmed_by_default(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of four gets rows of its own, a quarter of those that they compute now all together."""
+    model = AutoModelForCausalLM.from_pretrained("target")
+    drafter = made("medusa", model, heads=4, output="shared")
+    save_drafter(drafter, "shared", Manifest("medusa", "target", fingerprint(model)))
+    assert main(["trim", "shared", "few", "--text", "text.jsonl"]) == 0
+    size = model.config.vocab_size // 4 // 4
+    assert f"It proposes {size} of " in capsys.readouterr().out
+    few: Any = headstart.load("target", "few")
+    assert few.drafter.output.shape[:2] == (4, size)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
