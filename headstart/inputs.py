@@ -110,6 +110,13 @@ def load_with_room(options: argparse.Namespace, new_tokens: int) -> Speculator:
     return speculator
 
 
+def plan_is_plain(speculator: Speculator, options: argparse.Namespace) -> bool:
+    """Whether a drafter was named, and its plan for one such request is to decode plainly."""
+    if not options.drafter or options.tree is not None:
+        return False
+    return speculator.tree_of(1, getattr(options, "temperature", 0)).label == "plain"
+
+
 def load_speculator(options: argparse.Namespace, early: Early | None = None) -> Speculator:
     """The Speculator for --target, --drafter, --tree, --rule, --dtype, --compile and --device.
 

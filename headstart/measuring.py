@@ -203,6 +203,12 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
             answers.append(cell.found[f"way {name}"].answers)
     _add_tree_shares(prepared, matrix, reports)
     notes = [*prepared.early, *prepared.notes]
+    planned = matrix.sets and not matrix.trees
+    if idle := {r["drafter"]: None for r in reports if planned and r["tree"] == "plain"}:
+        notes.append(
+            f"Nothing was drafted where the tree is plain: the plan of {', '.join(idle)} is plain "
+            "decoding there (--tree drafts all the same)."
+        )
     if matrix.roofline:
         notes += _against_the_limit(prepared, matrix, reports)
     if max(matrix.batch_sizes) > 1 and (left := [w for w in ONE_ROW if w in matrix.against]):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headstart.inputs import check_record, load_speculator
+from headstart.inputs import check_record, load_speculator, plan_is_plain
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
         recorder = Recorder(options.record, speculator)
     session = Session(speculator, options.system, options.max_new_tokens, sampling, recorder)
     tree = speculator.tree_of(1, options.temperature)
-    why = "the drafter's plan is" if options.drafter else "no drafter:"
-    how = f"tree {tree.label}" if session.drafts else f"{why} plain decoding"
+    how = f"tree {tree.label}" if session.drafts else "no drafter: plain decoding"
+    how = shared.PLAIN_PLAN if plan_is_plain(speculator, options) else how
     size = f", context of {session.context:,} tokens" if session.context else ""
     by = said_of_forwards(speculator.target.forwards)
     print(f"{options.target} · {how}{size}{by}", file=sys.stderr)

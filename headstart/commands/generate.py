@@ -12,7 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headstart.inputs import check_context, check_length, check_record, load_speculator
+from headstart.inputs import (
+    check_context,
+    check_length,
+    check_record,
+    load_speculator,
+    plan_is_plain,
+)
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -84,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     said += said_of_forwards(speculator.target.forwards)
     if not streamer.shows_figures:
         print(said, file=sys.stderr)
+    if plan_is_plain(speculator, options):
+        print(f"nothing was drafted: {shared.PLAIN_PLAN}", file=sys.stderr)
     return 0
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headstart.inputs import check_record, load_speculator
+from headstart.inputs import check_record, load_speculator, plan_is_plain
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -54,11 +54,12 @@ def run(options: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()  # its lines about requests say less than those printed here
     name = options.name or str(options.target)
-    tree = speculator.tree_of(1, 0.0).label if options.drafter else "plain"
+    tree = f"tree {speculator.tree_of(1, 0.0).label}" if options.drafter else "plain decoding"
+    tree = shared.PLAIN_PLAN if plan_is_plain(speculator, options) else tree
     by = said_of_forwards(speculator.target.forwards)
     most = options.batch_size
     together = f" · up to {most} requests together" if most > 1 else ""
-    print(f"{name} · tree {tree}{by}{together} · {_url(listening)} (Ctrl-C stops)", file=sys.stderr)
+    print(f"{name} · {tree}{by}{together} · {_url(listening)} (Ctrl-C stops)", file=sys.stderr)
     if not getattr(speculator.tokenizer, "chat_template", None):
         print("(no chat template: only /v1/completions has an answer)", file=sys.stderr)
     batcher = Batcher(speculator, most)

@@ -11,6 +11,8 @@ from typing import TextIO
 
 from rich.console import Console
 
+from headstart.heads.core import counted
+
 from .tables import Report, grid, print_apart, titled, to_json
 
 _REPETITIVE = 0.5  # share of distinct 4-grams under which the table warns about the text
@@ -221,7 +223,9 @@ def _sampled_rows(report: Report) -> list[tuple[str, str]]:
 
 def setting_rows(report: Report) -> list[tuple[str, str]]:
     """What the run was measured with."""
-    tree = tree_name(report) + shown(report, "nodes", ", {} nodes") if report.get("tree") else ""
+    tree = tree_name(report) if report.get("tree") else ""
+    if tree and report.get("nodes") is not None:
+        tree += f", {counted(report['nodes'], 'node')}"
     rule = rule_name(report) if report.get("rule") else None
     stages = report.get("stage_seconds") or {}
     seconds = "  ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())

@@ -42,6 +42,8 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
     report = reports[best]
     against = report["speedup_vs_plain"]
     many = f"The fastest of {len(reports)} configurations, {best}," if len(reports) > 1 else best
+    if report["tree"] == "plain" and report["drafter"] != "plain":
+        many += " drafts nothing here, and"
     page = Page(
         title=f"headstart bench: {Path(measured.target).name}",
         said=f"{many} decodes {against['median']:.2f} times as fast as plain decoding"
@@ -55,7 +57,8 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
         environment=[
             *environment(report["device"], report["dtype"]),
             ("measured", f"{measured.matrix.new_tokens} new tokens per answer, "
-             f"{measured.matrix.repeats} repeats, medians; all take turns, after a warm-up"),
+             f"{counted(measured.matrix.repeats, 'repeat')}, medians; all take turns, after a "
+             "warm-up"),
         ],
         notes=[*measured.notes, *remarks(report), *NOTES],
     )  # fmt: skip

@@ -179,6 +179,32 @@ def test_what_needs_the_drafter_has_it_whatever_the_plan_is(
     assert "the drafter's plan is plain decoding" in said and "nothing drafts here" in said
 
 
+def test_it_is_told_that_nothing_is_drafted_by_plan(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a drafter that is not used looks like one of τ 1."""
+    import headstart
+
+    heads = artifact(model, tmp_path / "heads")
+    planned_plainly(tmp_path / "heads", headstart.load(model).model)
+    (tmp_path / "two.txt").write_text("hello there\nwhat is it\n")
+    bench = ["bench", "--drafter", heads, "--prompts", str(tmp_path / "two.txt"), "--repeats", "1"]
+    bench += ["--new-tokens", "4", "--report", str(tmp_path / "bench")]
+    said = "the plan of medusa is plain decoding there (--tree drafts all the same)"
+    assert said in table(bench, capsys)
+    page = " ".join((tmp_path / "bench/report.html").read_text().split())
+    assert said in page and "medusa drafts nothing here, and decodes" in page
+    assert "No drafted token was accepted" in page and "Drafted at depth" not in page
+    assert "4 new tokens per answer, 1 repeat, medians" in page
+    generate = ["generate", "--drafter", heads, "--prompt", "hi", "--max-new-tokens", "4"]
+    assert main(generate) == 0
+    assert "nothing was drafted: the drafter's plan is plain" in capsys.readouterr().err
+    for tree in ("plain", "chain:2"):  # somebody chose it
+        assert said not in table([*bench, "--tree", tree], capsys)
+        assert main([*generate, "--tree", tree]) == 0
+        assert "nothing was drafted" not in capsys.readouterr().err
+
+
 def test_an_assistant_is_found_whatever_its_plan_is(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
