@@ -60,13 +60,13 @@ def print_apart(console: Console, *parts: RenderableType, style: str | None = No
 
 
 def grid(rows: Sequence[tuple[str, str]]) -> Table:
-    """Labels, as wide in every grid, and values, red where they start with NO.
+    """Labels, as wide in every grid where they are short, and values, red where they start with NO.
 
     A row with an empty value is left out. What files of others say may be endless: long texts are
     cut, and so are many rows.
     """
     table = Table.grid(padding=(0, 2))
-    table.add_column(width=31, style="cyan")
+    table.add_column(min_width=31, overflow="fold", style="cyan")
     table.add_column()
     told = [(label, value) for label, value in rows if value]
     for label, value in told[:_ROWS]:

@@ -12,6 +12,7 @@ from torch import ones
 from headstart.commands import inspect
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
+from headstart.reports.tables import grid, plain_console
 from tests.support import gemma4
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
@@ -67,6 +68,14 @@ def test_an_assistant_of_gemma_4(tmp_path: Path) -> None:
     ]
     assert fits_foreign(source, gemma4.target(), None) is None
     assert "the target is a llama" in str(fits_foreign(source, tiny("llama"), None))
+def test_names_of_tensors_are_whole() -> None:
+    """A narrow terminal wraps them: cut, those of one layer would be alike."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for width in (80, 60):
+        out = io.StringIO()
+        plain_console(out, width).print(grid([(f"  {name}", "[64, 64]"), ("made from", "x" * 80)]))
+        shown = [line.split("  [")[0].strip() for line in out.getvalue().splitlines()]
+        assert "".join(shown).startswith(name)
 
 
 def _one_layer() -> Any:
