@@ -74,7 +74,10 @@ def run(options: argparse.Namespace) -> int:
 
         decode = Recorder(options.record, speculator).generate
         sampling["chats"] = [messages] if messages else None
-    with ShowStreamer(tokenizer, coloured=options.show, before=before) as streamer:
+    shown: dict[str, Any] = {"coloured": options.show, "before": before}
+    if not options.chat:
+        shown["prompt"] = inputs.input_ids[0].tolist()
+    with ShowStreamer(tokenizer, **shown) as streamer:
         decode(
             inputs.input_ids,
             attention_mask=inputs.attention_mask,

@@ -74,7 +74,7 @@ class _Own(BaseHandler):
             config.stop_strings = stops
         if biases := biases_of(body):
             config.sequence_bias = {(int(token),): bias for token, bias in biases.items()}
-        setattr(config, ASKED, Asked(body.get("seed"), chat))
+        setattr(config, ASKED, Asked(body.get("seed"), chat, continues="prompt" in body))
         self._config = config
         return config
 

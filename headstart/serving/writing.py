@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokenizers.decoders import DecodeStream
 from transformers.cli.serving.utils import (
     DirectStreamer,
     GenerateManager,
@@ -21,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.core import counted, trained_context
 from headstart.terminal import one_line
+from headstart.train.figures.pieces import context_of, continued
 
 from .stops import UntilStop, before_stop
 
@@ -39,6 +41,7 @@ class Asked(NamedTuple):
 
     seed: int | None = None
     chat: list[dict[str, Any]] | None = None
+    continues: bool = False  # the prompt's text, rather than answer a chat
 
 
 def said_of(error: Exception) -> dict[str, str]:
@@ -139,6 +142,7 @@ class Manager(GenerateManager):
         streamer = _Cut(
             tokenizer, self._loop, self.pieces, response_parser, gen_config.stop_strings or ()
         )
+        streamer.continue_after(_context(processor, inputs, gen_config))
         streamer._cancelled = self._left
         run = self._generation(processor, inputs, gen_config, streamer)
 
@@ -158,10 +162,11 @@ class Manager(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
+        context = _context(processor, inputs, gen_config)
         sequences = self._generation(processor, inputs, gen_config, _UntilLeft(self._left))()
         length = inputs["input_ids"].shape[-1]
         ids = sequences[0, length:]
-        text = processor.decode(ids, skip_special_tokens=True)
+        text = continued(processor, context, ids.tolist())
         return before_stop(text, gen_config.stop_strings or ()), length, ids
 
     def _generation(
@@ -171,6 +176,13 @@ class Manager(GenerateManager):
         return lambda: self._writer.generate(
             **inputs, generation_config=config, tokenizer=processor, streamer=streamer
         )
+
+
+def _context(tokenizer: Any, inputs: Any, config: Any) -> list[int]:
+    """The last tokens of a prompt whose text the answer continues; none of a chat."""
+    asked: Asked = getattr(config, ASKED, Asked())
+    prompt = inputs["input_ids"][0].tolist() if asked.continues else ()
+    return context_of(tokenizer, prompt)
 
 
 class State(GenerationState):
@@ -237,6 +249,11 @@ class _Cut(DirectStreamer):
     def __init__(self, tokenizer: Any, loop: Any, pieces: Any, parser: Any, stops: Any):
         self._until, self._kind = UntilStop(stops), str
         super().__init__(tokenizer, loop, pieces, response_parser=parser)
+
+    def continue_after(self, context: list[int]) -> None:
+        """Write what follows the text of these tokens; see `context_of`."""
+        if context:
+            self._decode_stream = DecodeStream(context, skip_special_tokens=self._parser is None)
 
     def _enqueue(self, item: Any) -> None:
         if not isinstance(item, str) or type(item) is not self._kind:

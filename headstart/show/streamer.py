@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -30,6 +31,7 @@ class ShowStreamer(RoundStreamer):
         out: stdout when None.
         coloured: False writes the text alone, everywhere.
         before: what the text continues, shown in front of it on a terminal with colours.
+        prompt: its last tokens, or all, so that a space between both is not left out.
         view: in place of what suits `out`.
 
     Attributes:
@@ -42,10 +44,11 @@ class ShowStreamer(RoundStreamer):
         out: TextIO | None = None,
         coloured: bool = True,
         before: str = "",
+        prompt: Sequence[int] = (),
         view: View | None = None,
     ):
         self.text, self.ids, self.figures = DraftedText(), list[int](), Figures()
-        self._reader = PieceReader(tokenizer)
+        self._reader = PieceReader(tokenizer, prompt)
         self._view = view or view_for(out or sys.stdout, coloured, before)
 
     @property

@@ -20,7 +20,7 @@ from headstart.cli import main, parse
 from headstart.heads import ArtifactError
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.inputs import encode
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, SHARED
 
 SECRET = "the secret words"
 
@@ -342,6 +342,15 @@ def test_generate_streams_what_the_model_writes(
     printed = capsys.readouterr()
     assert printed.out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
     assert "τ 1.00 tokens per round: 11 tokens after the first, 11 rounds" in printed.err
+
+
+def test_the_space_before_a_continuation_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    stories = SHARED / "models" / "stories260k"
+    if not stories.is_dir():
+        pytest.skip("no shared data here")
+    command = ["generate", "--target", str(stories), "--prompt", "Once upon"]
+    assert main([*command, "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == " a time,\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench", "plan", "verify-lossless"])

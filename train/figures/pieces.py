@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
 _LONGEST = 4  # bytes of a character in UTF-8, and so tokens at most
+_CONTEXT = 8  # tokens of a prompt that decide how the first ones after it are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +25,42 @@ class Piece:
     tokens: int = 1
 
 
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Tokens as a text, in which special ones are left out."""
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt that a text goes on from; none where they end in half a
+    character.
+
+    Without them the decoders of SentencePiece leave out the space that a text begins with.
+    """
+    last = list(prompt[-_CONTEXT:])
+    return [] if text_of(tokenizer, last).endswith(_UNFINISHED) else last
+
+
+def continued(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """What tokens add to the text of their prompt."""
+    before = context_of(tokenizer, prompt)
+    return text_of(tokenizer, [*before, *ids])[len(text_of(tokenizer, before)) :]
+
+
 class PieceReader:
     """Turns tokens into pieces as they come; joined, they are `tokenizer.decode` of all of them.
 
     (But for bytes that are no text, which some tokenizers judge only once they know what follows.)
     Special tokens have no text. A character that several tokens spell is held back until it is
     whole, so that no replacement character is shown and taken back.
+
+    Args:
+        prompt: the tokens before; joined, the pieces are then what follows its text.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._before, self._text_before = list[int](), ""  # decide how the next ones are written
+        self._before = context_of(tokenizer, prompt)  # decide how the next ones are written
+        self._text_before = self._decode(self._before)
         self._waiting: list[int] = []
         self._depths: list[int] = []
 
@@ -58,9 +84,7 @@ class PieceReader:
         return self._take(count, self._text(count)) if count else []
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return text_of(self._tokenizer, ids)
 
     def _text(self, count: int) -> str:
         """What the first waiting tokens add to those before; alone they may look otherwise."""

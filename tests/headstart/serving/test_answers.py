@@ -13,14 +13,17 @@ import pytest
 import torch
 from transformers.utils.import_utils import is_serve_available
 
+import headstart
 from headstart.infer import Batcher
 from headstart.infer.stats import Stats
 from tests.support.chats import GEMMA
+from tests.support.paths import SHARED
 from tests.support.served import served, speaker
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="needs fastapi, uvicorn and openai"
 )
+STORIES = SHARED / "models" / "stories260k"
 ASKED = [{"role": "user", "content": "say something"}]
 BODY: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 30, "temperature": 0}
 WAIT = 30  # seconds, after which a test has failed
@@ -96,6 +99,18 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     found = chats._build_completion("1", "saidXY", "m", "stop", reasoning_content="soXY")
     message = found["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("said", "so")
+
+
+def test_a_continuation_keeps_the_space_before_it() -> None:
+    """The decoder of this tokenizer, one of SentencePiece, leaves it out of a text alone."""
+    if not STORIES.is_dir():
+        pytest.skip("no shared data here")
+    asked: dict[str, Any] = {"model": "talker", "prompt": "Once upon", "max_tokens": 9}
+    with served(Batcher(headstart.load(STORIES), 1)) as client:
+        found = client.completions.create(**asked, temperature=0)
+        with client.completions.create(**asked, temperature=0, stream=True) as parts:
+            streamed = "".join(part.choices[0].text for part in parts)
+    assert found.choices[0].text == streamed and streamed.startswith(" a time, there was")
 
 
 def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:

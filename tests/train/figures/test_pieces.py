@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from headstart.show.drafted_text import DraftedText
-from headstart.train.figures.pieces import PieceReader
+from headstart.train.figures.pieces import PieceReader, continued
 
 TEXT = "def f(x):\n\treturn 'Zürich 東京 👩‍👩‍👧 e\u0301'\n"
 
@@ -76,6 +76,27 @@ def test_spaces_that_belong_to_words_and_bytes_among_words() -> None:
     for _ in range(200):
         ids = [token for _ in range(draw.randrange(1, 12)) for token in draw.choice(words)]
         assert "".join(text_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_text_that_is_continued_keeps_the_space_before_it() -> None:
+    """SentencePiece's decoders take it for that of the first word."""
+    tokenizer, draw = sentences(), random.Random(3)
+    for _ in range(100):
+        ids = [draw.randrange(6) for _ in range(20)]
+        at = draw.randrange(1, 19)
+        reader = PieceReader(tokenizer, ids[:at])
+        pieces = [*reader.add(ids[at:], [0] * (20 - at)), *reader.end()]
+        new = "".join(piece.text for piece in pieces)
+        assert tokenizer.decode(ids[:at]) + new == tokenizer.decode(ids)
+        assert continued(tokenizer, ids[:at], ids[at:]) == new
+    assert continued(tokenizer, [0], [4]) == " cat" and continued(tokenizer, [], [4]) == "cat"
+
+
+def test_half_a_character_before_a_text_is_passed_over() -> None:
+    first, *rest = "é".encode()
+    reader = PieceReader(bytewise(), [*b"a", first])
+    pieces = [*reader.add([*rest, *b"b"], [0, 0]), *reader.end()]
+    assert "".join(piece.text for piece in pieces) == bytewise().decode([*rest, *b"b"])
 
 
 def test_special_tokens_have_no_text() -> None:

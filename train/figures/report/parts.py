@@ -84,7 +84,7 @@ def sample(
     Args:
         prompt: the last tokens before them, of which the last line is shown.
     """
-    reader = PieceReader(tokenizer)
+    reader = PieceReader(tokenizer, prompt)
     pieces = [*reader.add(ids, depths_of(rounds)), *reader.end()]
     before = tokenizer.decode(list(prompt)).rpartition("\n")[2] if prompt else ""
     return Sample(title, [(piece.text, piece.depth) for piece in pieces], before)
