@@ -12,7 +12,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations import deepspeed
 
 from .errors import MALFORMED, ArtifactError, HeadstartError, OptionError, brief
@@ -30,7 +36,8 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
     Raises:
         OptionError: the model or tokenizer needs code of its own, and is not trusted; or it takes
             no such option.
-        ArtifactError: a file of weights is no safetensors, or the config fits no such model.
+        ArtifactError: a file of weights is no safetensors, the config fits no such model, or there
+            are no files of a tokenizer.
     """
     options = {"trust_remote_code": False, **options}
     if kind is AutoModelForCausalLM and not options["trust_remote_code"]:
@@ -40,7 +47,10 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
             with loaded_whole(), torch.device("meta"):
                 whole: Any = type(kind.from_config(options["config"], trust_remote_code=False))
             return whole.from_pretrained(None, *args, **options)
-        return kind.from_pretrained(name, *args, **options)
+        found: Any = kind.from_pretrained(name, *args, **options)
+        if kind is AutoTokenizer and len(found) <= len({*found.all_special_ids}):
+            raise _no_tokenizer(name)  # transformers makes an empty one of a config alone
+        return found
     except torch.OutOfMemoryError:
         raise
     except SafetensorError as error:
@@ -58,6 +68,8 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
             ) from error
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise _needs_code(name) from error
+        if kind is AutoTokenizer and "instantiate the backend tokenizer" in str(error):
+            raise _no_tokenizer(name) from error
         kind_of = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ArtifactError(
             f"{name} cannot be loaded ({kind_of}{brief(error, 300)}); expected a causal language "
@@ -76,6 +88,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def _no_safetensors(name: Any, error: SafetensorError) -> ArtifactError:
     return ArtifactError(
         f"the weights of {name} are no safetensors ({error}); download them again."
+    )
+
+
+def _no_tokenizer(name: Any) -> ArtifactError:
+    return ArtifactError(
+        f"{name} holds no tokenizer that can be read, such as a tokenizer.json; save the model's "
+        "beside it (tokenizer.save_pretrained)."
     )
 
 

@@ -181,7 +181,7 @@ def test_a_target_without_a_tokenizer_is_told(
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(Path(target) / name, bare / name)
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match="holds no tokenizer that can be read"):
         headstart.load(bare)
 
 

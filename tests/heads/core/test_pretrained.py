@@ -14,13 +14,14 @@ import transformers as tf
 
 import headstart
 from headstart.cli import main
-from headstart.heads import HeadstartError, load_drafter
+from headstart.heads import ArtifactError, HeadstartError, load_drafter
+from headstart.heads.core import load_pretrained
 from headstart.heads.draft_model import DraftModel, DraftModelConfig
 from headstart.train.data.target_text import sample_documents
 from tests.support.bytewise import save_target
 from tests.support.hostile_code import CODE
 from tests.support.paths import ROOT
-from tests.support.tiny import one_line, tiny
+from tests.support.tiny import COMMON, one_line, tiny
 
 MODEL = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "code.Own"]}, "tokenizer_class": "Own"}
@@ -150,3 +151,15 @@ def test_every_auto_class_is_called_through_it() -> None:
         and re.search(r"\bAuto\w+\.from_pretrained\(", path.read_text(encoding="utf-8"))
     ]
     assert not direct
+
+
+@pytest.mark.parametrize("config", [None, '{"tokenizer_class": "LlamaTokenizer"}'])
+def test_a_folder_without_a_tokenizer(config: str | None, tmp_path: Path) -> None:
+    """Of a config alone transformers makes a tokenizer in which every text is empty."""
+    tf.LlamaConfig(**COMMON).save_pretrained(tmp_path)
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ArtifactError) as caught:
+        load_pretrained(tf.AutoTokenizer, str(tmp_path))
+    said = "holds no tokenizer that can be read, such as a tokenizer.json; save the model's beside"
+    assert said in one_line(caught.value)
