@@ -1,6 +1,7 @@
 """What reports are made of: consoles, two kinds of tables, and JSON documents."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -60,15 +61,17 @@ def print_apart(console: Console, *parts: RenderableType, style: str | None = No
 
 
 def grid(rows: Sequence[tuple[str, str]]) -> Table:
-    """Labels, as wide in every grid where they are short, and values, red where they start with NO.
+    """Labels, as wide in every grid if they are short, and values, red where they start with NO.
 
     A row with an empty value is left out. What files of others say may be endless: long texts are
     cut, and so are many rows.
     """
     table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=31, overflow="fold", style="cyan")
-    table.add_column()
     told = [(label, value) for label, value in rows if value]
+    longest = max((len(label) + 2 for label, _ in told), default=0)
+    room = shutil.get_terminal_size().columns * 3 // 5
+    table.add_column(width=max(31, min(longest, room)), overflow="fold", style="cyan")
+    table.add_column(overflow="fold")
     for label, value in told[:_ROWS]:
         style = "bold red" if value.startswith("NO") else None
         table.add_row(f"  {_cut(label, _LABEL)}", _cut(value, _VALUE), style=style)

@@ -68,14 +68,20 @@ def test_an_assistant_of_gemma_4(tmp_path: Path) -> None:
     ]
     assert fits_foreign(source, gemma4.target(), None) is None
     assert "the target is a llama" in str(fits_foreign(source, tiny("llama"), None))
-def test_names_of_tensors_are_whole() -> None:
-    """A narrow terminal wraps them: cut, those of one layer would be alike."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    for width in (80, 60):
-        out = io.StringIO()
-        plain_console(out, width).print(grid([(f"  {name}", "[64, 64]"), ("made from", "x" * 80)]))
-        shown = [line.split("  [")[0].strip() for line in out.getvalue().splitlines()]
-        assert "".join(shown).startswith(name)
+
+
+@pytest.mark.parametrize("width", [80, 60, 45])
+def test_names_of_tensors_are_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A narrow terminal wraps them: cut, those of one layer would be alike. So it does figures."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    name, figures = "model.layers.0.self_attn.q_proj.weight", "1: 6.55  2: 7.14  8: 8.1  16: 8.2"
+    out = io.StringIO()
+    plain_console(out, width).print(grid([(f"  {name}", "[64]"), ("made from", figures)]))
+    shown = [line.split("  [")[0].strip() for line in out.getvalue().splitlines()]
+    assert "".join(shown).startswith(name)
+    assert all(word in out.getvalue() for word in figures.split())
+    plain_console(out, width).print(grid([("corpus", "/data/" + "x" * 90)]))
+    assert "…" not in out.getvalue()
 
 
 def _one_layer() -> Any:
