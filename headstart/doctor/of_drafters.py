@@ -112,6 +112,8 @@ def vocabulary(scene: Scene) -> list[Difference]:
     there = scene.trained("drafter").get("vocabulary_sha256")
     if ids is None or there == vocabulary_hash(ids):
         return []
+    if scene.pair.drafter.saved_as_language_model:  # its rows are those of its own tokens
+        return []
     place = torch.arange(len(ids), device=ids.device)
     tried = {"ids one less": ids - 1, "ids one more": ids + 1}
     tried |= {"ids as offsets": ids + place, "offsets as ids": ids - place}

@@ -153,6 +153,21 @@ def test_a_shifted_vocabulary(
     assert found["measured"]["temperature 0"]["tau"] == 1
 
 
+def test_a_draft_model_that_proposes_some_tokens_has_no_map(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows are those of its own tokens, whose ids nobody counts otherwise."""
+    from headstart.heads.draft_model import DraftModel
+
+    target: Any = counting_target()
+    drafter = DraftModel.of(counting_target()).bind(target)
+    drafter.keep_tokens(torch.arange(2, KEPT))
+    manifest = Manifest("draft_model", str(model), fingerprint(target))
+    heads = str(save_drafter(drafter, tmp_path / "heads", manifest))
+    assert main(command(heads, tmp_path, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["causes"] == []
+
+
 def test_another_target_is_measured_and_not_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
