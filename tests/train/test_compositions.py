@@ -294,8 +294,8 @@ PUBLISHED = {
     "eagle3-llama-8b": {
         "drafter": {"depths": 7, "output": "trimmed", "draft_vocab_size": 32_000},
         "train": {"loss": "soft_cross_entropy", "learning_rate": 5e-5, "clip": 0.5,
-                  "rows_per_step": 16, "max_steps": 800_000, "warmup_ratio": 0.015,
-                  "weight_decay": 0.0, "head_decay": 0.8},
+                  "beta1": 0.9, "beta2": 0.95, "rows_per_step": 16, "max_steps": 800_000,
+                  "warmup_ratio": 0.015, "weight_decay": 0.0, "head_decay": 0.8},
     },
 }  # fmt: skip
 

@@ -259,6 +259,10 @@ class Train:
     weight_decay: float = number(0.0, ge=0)
     clip: float = positive(1.0)  # the norm that gradients are clipped to
     optimizer: str = one_of("adamw", "adamw_8bit")  # adamw_8bit needs bitsandbytes
+    # of Adam: the decay of its means of gradients, and of their squares
+    beta1: float = number(0.9, ge=0, lt=1)
+    beta2: float = number(0.999, ge=0, lt=1)
+    epsilon: float = positive(1e-8)  # which it adds to the root of the latter
     head_decay: float = number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     # of each position and head: what acceptance gains from it (D-PACE), or the target's probability
     # of the tokens before its label (PARD-2)

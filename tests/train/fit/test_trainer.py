@@ -135,6 +135,14 @@ def test_training_learns_to_count_and_leaves_the_target_alone(tmp_path: Path) ->
     assert run.module.target.training is False
 
 
+def test_adams_settings_are_the_recipes(tmp_path: Path) -> None:
+    spec = replace(SPEC, beta1=0.8, beta2=0.95, epsilon=1e-6)
+    optimizer = trainer(tmp_path, spec).create_optimizer()
+    assert optimizer.param_groups
+    for group in optimizer.param_groups:
+        assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
+
+
 def test_checkpoints_hold_the_drafter_alone(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.fit()
