@@ -235,6 +235,12 @@ class DrafterTrainer(Trainer):
         """Further arguments of the module's forward in the coming step."""
         return {}
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """What weight decay shrinks: matrices, but no norms and biases, however they are named."""
+        names = super().get_decay_parameter_names(model)
+        decayed = {name for name, weight in model.named_parameters() if weight.ndim > 1}
+        return [name for name in names if name in decayed]
+
     def create_optimizer(self, model: Any = None) -> Any:
         if self.is_fsdp_enabled and not in_shards(self.module):
             shard_layers(self.module.target)

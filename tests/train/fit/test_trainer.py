@@ -1,5 +1,6 @@
 """The trainer: labels that fit the decode loop, drafter-only checkpoints, resume, time, choice."""
 
+import copy
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from headstart.heads import (
     OptionError,
     Step,
     TrainableDrafter,
+    family,
     fingerprint,
     load_drafter,
     save_drafter,
@@ -39,6 +41,7 @@ from headstart.train.fit.trainer import DrafterTrainer, last_checkpoint
 from headstart.train.fit.validate import Validation, measure_tau
 from headstart.train.recipe import Train
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
+from tests.support.families import drafter as family_drafter
 from tests.support.paths import ROOT
 from tests.support.training import (
     IDLE,
@@ -141,6 +144,16 @@ def test_adams_settings_are_the_recipes(tmp_path: Path) -> None:
     assert optimizer.param_groups
     for group in optimizer.param_groups:
         assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if family(name).trainable])
+def test_no_norm_or_bias_decays(name: str, tmp_path: Path) -> None:
+    made = copy.deepcopy(family_drafter(name, "tiny"))
+    optimizer = trainer_of(
+        made, tmp_path, replace(SPEC, weight_decay=0.1), lambda _: IDLE
+    ).create_optimizer()
+    decayed = [p for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]]
+    assert decayed and all(parameter.ndim > 1 for parameter in decayed)
 
 
 def test_checkpoints_hold_the_drafter_alone(tmp_path: Path) -> None:
