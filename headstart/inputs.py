@@ -333,7 +333,9 @@ def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
 
     tokenizer: Any = speculator.tokenizer
     chat = bool(document.messages and tokenizer.chat_template)
-    text = render_chat(tokenizer, document.messages) if chat else document.text
+    text = document.text
+    if chat:
+        text = render_chat(tokenizer, document.messages, document.tools)
     # A prompt may be longer than the model's context: `limit` cuts it.
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
     if ids.shape[1] == 0:

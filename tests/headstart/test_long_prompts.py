@@ -16,6 +16,7 @@ from headstart.terminal import UsageError
 from headstart.train.data.documents import Document, plain_chat
 from headstart.train.data.questions import Question
 from tests.support.bytewise import save_target
+from tests.support.chats import TOOLS, chat_tokenizer
 
 CONTEXT = 1000
 
@@ -40,6 +41,18 @@ def test_a_text_that_does_not_fit_is_cut(loaded: Any) -> None:
     assert found[0].shape[1] == 100 and "first 100" in note
     found, notes = prompts_of(documents, loaded, 30, new_tokens=200)
     assert [ids.shape[1] for ids in found] == [30] * 3 and not notes
+
+
+def test_a_chats_own_tools_are_in_its_prompt(loaded: Any) -> None:
+    tokenizer, messages = chat_tokenizer(TOOLS), [{"role": "user", "content": "Rain?"}]
+    speculator = SimpleNamespace(**vars(loaded) | {"tokenizer": tokenizer})
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    found, _ = prompts_of([Document.chat("a", messages, tools=tools)], speculator, None, 9)  # type: ignore[arg-type]
+    template: Any = tokenizer.apply_chat_template
+    assert found[0][0].tolist() == template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=False
+    )
+    assert '"weather"' in tokenizer.decode(found[0][0])
 
 
 @pytest.mark.parametrize(("messages", "limit"), [(True, None), (False, 950)])

@@ -137,14 +137,17 @@ def plain_chat(messages: Sequence[Message]) -> str:
     return "\n\n".join(parts)
 
 
-def render_chat(tokenizer: Any, messages: list[Message]) -> str:
+def render_chat(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None) -> str:
     """A chat as the tokenizer's template writes it, special tokens included.
 
     After a user's turn the text ends where the answer begins. Raises ChatTemplateError where the
     template refuses the roles, or does not end.
+
+    Args:
+        tools: what the template is told of tools; a tokenizer may have a template for such chats.
     """
     due = messages[-1]["role"] != "assistant"
-    how = {"add_generation_prompt": due, "tokenize": False}
+    how = {"tools": tools, "add_generation_prompt": due, "tokenize": False}
     return str(in_time(lambda: apply_template(tokenizer, messages, **how)))
 
 

@@ -112,5 +112,5 @@ def _of_documents(documents: list[Document], tokenizer: Any) -> Iterator[np.ndar
 
 def _text(document: Document, tokenizer: Any) -> str:
     if document.messages and tokenizer.chat_template:
-        return render_chat(tokenizer, document.messages)
+        return render_chat(tokenizer, document.messages, document.tools)
     return document.whole()
