@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.artifacts.manifest import fingerprint, library_versions, tokenizer_hash
+from headstart.heads.core import counted
 from headstart.heads.core.files import write_atomically
 from headstart.infer.measure.progress import progress_bar
 
@@ -151,8 +152,8 @@ def summary(spec: Distill, folder: Path) -> dict[str, int]:
     skipped = told[0].get("skipped", 0)
     if skipped:
         logger.warning(
-            "distill: %d documents are shorter than distill.prefix_tokens %d, and were skipped",
-            skipped, spec.prefix_tokens,
+            "distill: %s skipped: shorter than distill.prefix_tokens %d",
+            counted(skipped, "document"), spec.prefix_tokens,
         )  # fmt: skip
     left = {name: told[0][name] for name in ("skipped", _NOT_TAKEN) if told[0].get(name)}
     return {"shards": shards, **found.known(), **left}

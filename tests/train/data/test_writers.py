@@ -249,7 +249,7 @@ def test_limits_cut_chats_at_a_turn_and_are_counted(
     assert max(len(row.tokens) for row in rows) <= 70
     counts = summary(SPEC, tmp_path)
     assert counts["too_long"] == 1 and counts["cut"] >= 1 and counts["kept"] == 9
-    assert "1 texts are longer than distill.prefix_tokens 60" in caplog.text
+    assert "1 text left out: longer than distill.prefix_tokens 60" in caplog.text
     first = written(tmp_path / "first", replace(SPEC, turns="first"))
     assert len(first) == 9 and all(np.diff(row.supervised.astype(int)).sum() == 1 for row in first)
     with pytest.raises(DistillError, match="none of 9 training documents has a prompt"):
@@ -323,7 +323,7 @@ def test_chats_that_the_template_refuses_are_left_out_where_asked(
     assert {row.id for row in rows} == {document.id for document in CHATS}
     counts = summary(spec, tmp_path / "skip")
     assert (counts["kept"], counts["refused"]) == (9, 1)
-    assert "1 chats were refused by the chat template" in caplog.text
+    assert "1 chat left out: refused by the chat template" in caplog.text
     with pytest.raises(DistillError, match=r"none of 1 training .* the chat template refuses 1"):
         written(tmp_path / "none", spec, documents=[refused], **skip)
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headstart.heads.core import counted
+
 from ...recipe import Distill
 from ..rendering import Rendered
 from ..training_rows import Row
@@ -61,19 +63,19 @@ class Counts:
             first = (
                 f"distill.prefix_tokens {spec.prefix_tokens} or " if spec.writer != "given" else ""
             )
-            yield f"{self.too_long} texts are longer than {first}max_length, and were left out"
+            yield f"{counted(self.too_long, 'text')} left out: longer than {first}max_length"
         if self.cut:
-            yield f"{self.cut} texts were cut at a turn, since max_length is reached there"
+            yield f"{counted(self.cut, 'text')} cut at a turn, since max_length is reached there"
         if self.empty:
-            yield f"{self.empty} texts have no answer, or an empty prompt or answer: left out"
+            yield f"{counted(self.empty, 'text')} left out: no answer, or an empty prompt or answer"
         if self.unfinished:
             yield (
-                f"{self.unfinished} chats end early, with an answer of distill.new_tokens "
-                f"{spec.new_tokens}"
+                f"{counted(self.unfinished, 'chat')} ended early, by an answer of "
+                f"distill.new_tokens {spec.new_tokens}"
             )
         if self.refused:
             who = "chat template" + (" or the server" if spec.writer == "openai" else "")
-            yield f"{self.refused} chats were refused by the {who}"
+            yield f"{counted(self.refused, 'chat')} left out: refused by the {who}"
 
 
 @dataclass(frozen=True)
