@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .core import FINAL, AttentionWindows, OptionError
+from .declared.pard import AT_ONCE, PARALLEL
 from .draft_model import DraftModel, DraftModelConfig
 from .drafter import Step, entries_at, from_last_true, last_true
 from .parts.cached_layers import DraftCache
@@ -33,11 +34,8 @@ from .parts.student import KEPT, load_student
 PROJECTION = "target_proj.weight"
 """The tensor in the file of weights that projects the target's features."""
 
-PARALLEL = "pard_token"
-"""What the `config.json` of a language model has that drafts in parallel: the mask token."""
-
 DRAFTING = {
-    *(PARALLEL, "spd_type", "para_num", "pard2", "pard2_proj_bias", "pard2_scale"),
+    *(PARALLEL, AT_ONCE, "spd_type", "pard2", "pard2_proj_bias", "pard2_scale"),
     *("pard2_target_layers", "pard2_target_dim"),
 }
 """All that such a `config.json` says of drafting."""
@@ -271,7 +269,7 @@ class Pard(DraftModel):
 
 def _written(config: PardConfig) -> dict[str, Any]:
     """What the language model's `config.json` says of drafting, by the names of PARD's authors."""
-    found = {PARALLEL: config.mask_token_id, "spd_type": "pard", "para_num": config.depths}
+    found = {PARALLEL: config.mask_token_id, "spd_type": "pard", AT_ONCE: config.depths}
     if config.feature_layers:
         found |= {
             "spd_type": "pard2", "pard2": True, "pard2_proj_bias": False,
@@ -284,7 +282,7 @@ def _written(config: PardConfig) -> dict[str, Any]:
 
 def _read(written: dict[str, Any]) -> dict[str, Any]:
     """The same as fields of a `PardConfig`."""
-    found = {"mask_token_id": written[PARALLEL], "depths": written.get("para_num", _DEPTHS)}
+    found = {"mask_token_id": written[PARALLEL], "depths": written.get(AT_ONCE, _DEPTHS)}
     if layers := written.get("pard2_target_layers"):
         found |= {"feature_layers": layers, "feature_scale": written["pard2_scale"]}
     return found

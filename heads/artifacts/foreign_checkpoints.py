@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError, OptionError, load_pretrained
+from ..declared.pard import PARALLEL
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
-from ..pard import DRAFTING, PARALLEL, PROJECTION, Pard
+from ..pard import DRAFTING, PROJECTION, Pard
 from ..parts.published.layer_ids import check_layer_ids
 from .files import (
     CONFIG,

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..core import ArtifactError, brief
 from ..declared.fields import Fields, Shapes
+from ..declared.pard import AT_ONCE, FAMILY, PARALLEL
 from ..families import declared_by, family, is_language_model
 from .files import CONFIG, MALFORMED, WEIGHTS, read_header, read_json
 from .source import DrafterSource, SourceKind
@@ -58,12 +59,21 @@ def read_config(source: DrafterSource) -> Any:
 def declared_depth(source: DrafterSource) -> int | None:
     """The deepest level that a drafter can propose for, as far as its config says without torch.
 
+    A language model drafts as many tokens at once as its config says, and else any number.
+
     Raises:
         ArtifactError: an artifact whose config cannot be used.
     """
-    if source.kind is not SourceKind.ARTIFACT or declared_by(source.manifest.family) is None:
+    if source.kind not in (SourceKind.ARTIFACT, SourceKind.CHECKPOINT):
         return None
-    return read_config(source).max_depth
+    if source.kind is SourceKind.ARTIFACT:
+        if declared_by(source.manifest.family) is not None:
+            return read_config(source).max_depth
+        if source.manifest.family != FAMILY:
+            return None
+    config = read_json(source.folder / CONFIG)
+    said = config.get(AT_ONCE) if PARALLEL in config else None
+    return said if type(said) is int else None
 
 
 def _read_by_class(source: DrafterSource) -> Any:

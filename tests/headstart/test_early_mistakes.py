@@ -41,6 +41,13 @@ def heads(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_heads(target, tmp_path_factory.mktemp("drafter") / "heads")
 
 
+@pytest.fixture(scope="module")
+def parallel(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A language model that drafts three tokens at once."""
+    folder = tmp_path_factory.mktemp("parallel") / "heads"
+    return save_heads(target, folder, None, "pard", layers=1, depths=3)
+
+
 class WeightsAreRead(Exception):
     pass
 
@@ -172,6 +179,21 @@ def test_load_finds_mistakes_before_it_reads_weights(
         headstart.load(target, named, **options)
     with pytest.raises(WeightsAreRead):
         headstart.load(target, heads, tree="chain:2", rule="match")
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["artifact", "model"])
+def test_what_a_model_drafts_at_once_is_told_before_its_weights_are_read(
+    ours: bool, target: str, parallel: str, no_weights: None, tmp_path: Path
+) -> None:
+    place = Path(parallel)
+    if not ours:
+        place = tmp_path / "published"
+        shutil.copytree(parallel, place, ignore=shutil.ignore_patterns("headstart.json"))
+    with pytest.raises(ValueError, match="chain:4 is 4 deep, but the drafter proposes 3 tokens"):
+        headstart.load(target, place, tree="chain:4")
+    for tree in ("chain:3", None):
+        with pytest.raises(WeightsAreRead):
+            headstart.load(target, place, tree=tree)
 
 
 def test_a_target_without_a_tokenizer_is_told(

@@ -37,13 +37,17 @@ def save_target(folder: Path, context: int = 256) -> tuple[Any, PreTrainedTokeni
 
 
 def save_heads(
-    target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]", name: str = "medusa"
+    target: str,
+    folder: Path,
+    tree: str | None = "[[0], [1], [0, 0]]",
+    name: str = "medusa",
+    **options: Any,
 ) -> str:
     """Two random heads for the target, or another family's, saved as a training run saves them."""
     model: Any = AutoModelForCausalLM.from_pretrained(target)
     kind: Any = family(name)
-    heads = {"heads": 2} if name == "medusa" else {}
-    drafter = kind(kind.config_class.for_target(model, **heads)).bind(model)
+    options = {"heads": 2} if name == "medusa" else options
+    drafter = kind(kind.config_class.for_target(model, **options)).bind(model)
     if name == "medusa":
         torch.nn.init.normal_(drafter.weight, std=0.2)
     manifest = Manifest(
