@@ -121,7 +121,7 @@ def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
             return {"loss": self.drafter.weight.sum()}
 
     made = recipe(home, train={"rows_per_step": 40, "epochs": 3, "max_steps": 1_000_000})
-    step = measure_steps(Counted(), made, 300)  # type: ignore[arg-type]
+    step = measure_steps(Counted(), made, 300, 8)  # type: ignore[arg-type]
     assert calls == [4, 4, 4] and 10 * 0.02 < step[0] < 2
     # 24 rows are asked for, and taken of at least as many documents: a step an epoch.
     for documents, steps in ((100, 3), (10, 3)):
@@ -130,6 +130,31 @@ def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
         assert pace.distill_s == pytest.approx(min(24, documents) * 32 / 100)
     made = recipe(home, train={"rows_per_step": 8, "epochs": 3, "max_steps": 1_000_000})
     assert pace_of(made, (100, 1.0), (2.0, 0), 100).train_s == 9 * 2.0
+
+
+def test_given_rows_are_as_long_as_their_texts(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the target's context, of 192 tokens; `prefix_tokens` and `new_tokens` bound none."""
+    lengths, true = [], inspect.measure_steps
+
+    def noted(*given: Any) -> Any:
+        lengths.append(given[-1])
+        return true(*given)
+
+    monkeypatch.setattr(inspect, "measure_steps", noted)
+    for repeats in (1, 99):
+        lines = [
+            {"text": f"the number {n} comes after number {n - 1} " * repeats} for n in range(99)
+        ]
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        corpus = {"source": str(tmp_path / "texts.jsonl")}
+        found = inspect_run(recipe(home, distill={"writer": "given"}, corpus=corpus))
+        assert len(found.rows[0].tokens) <= lengths[-1] <= 192
+    short, long = lengths
+    assert short < 40 and long == 192
+    needs = inspect_run(recipe(home, distill={"writer": "given", "max_length": 48}, corpus=corpus))
+    assert lengths[-1] == 48 and needs.needs.disk < found.needs.disk
 
 
 def test_labels_that_are_shifted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +270,9 @@ def test_texts_of_tokens_alone_are_their_tokens(home: Path) -> None:
     alone = Document("1", "", ids=[[5, 6], [7]])
     both = replace(Document.chat("2", chat(1)["messages"]), ids=[[5], [6]])
     made = recipe(home)
-    found = [text.tolist() for text in inspect._texts(made, tokenizer, [alone, both])]
+    ids, of_both = inspect._ids(made, tokenizer, [alone, both])
     (rendered,) = inspect.encode(tokenizer, [both], "auto", made.chat)
-    assert found == [rendered.tolist(), [5, 6, 7]]
+    assert ids == [5, 6, 7] and of_both.tolist() == rendered.tolist()
 
 
 def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:

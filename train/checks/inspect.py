@@ -37,7 +37,7 @@ from .early import corpus_bytes
 from .findings import Finding
 from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
-from .needs import Needs, check_needs, needs_of
+from .needs import Needs, check_needs, longest_row, needs_of
 from .overfit import Sample, learns_by_heart
 from .pace import Pace, measure_steps, pace_of, texts_tokens
 from .plan import Plan, plan_run
@@ -87,7 +87,9 @@ def inspect_run(recipe: Recipe) -> Inspection:
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts, plan.context))
     found.findings += corpus_ends(recipe, corpus_bytes(recipe), part, read)
-    texts = _texts(recipe, tokenizer, documents["train"])
+    ids = _ids(recipe, tokenizer, documents["train"])
+    some = sorted(ids, key=len, reverse=True)[:8]
+    texts = [torch.tensor(row[: recipe.distill.row_tokens], dtype=torch.int64) for row in some]
     trained_here = recipe.target.scratch is not None
     found.findings.append(
         Finding("tokenizer", None, "the target is trained here")
@@ -102,7 +104,10 @@ def inspect_run(recipe: Recipe) -> Inspection:
         masks_fit(tokenizer, found.rows),
         template_fits(tokenizer, target, found.rows),
     ]
-    _try_training(recipe, target, texts, found)
+    length = recipe.distill.row_tokens
+    if recipe.distill.writer == "given":  # as long as the corpus' own texts
+        length = int(min(len(some[0]), longest_row(recipe.distill, plan.context)))
+    _try_training(recipe, target, texts, length, found)
     return found
 
 
@@ -142,17 +147,14 @@ def _prompts(
     return Finding("held-out prompts", fine, "; ".join([*said, *([] if fine else [remedy])]))
 
 
-def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
-    """Token ids [T] of some documents, whole up to what the run would read of them."""
-    length = recipe.distill.row_tokens
+def _ids(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Any]:
+    """The token ids of some whole documents."""
     some = [documents[i] for i in range(min(len(documents), 64))]
     rows = encode(tokenizer, some, recipe.distill.chat, recipe.chat)
-    ids = [
+    return [
         row if document.text or not document.ids else [*document.ids[0], *document.ids[1]]
         for document, row in zip(some, rows, strict=True)
     ]
-    longest = sorted(ids, key=len, reverse=True)[:8]
-    return [torch.tensor(row[:length], dtype=torch.int64) for row in longest]
 
 
 def training_rows(
@@ -178,8 +180,10 @@ def training_rows(
     ]
 
 
-def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspection) -> None:
-    """Alignment, the pace of a few steps, and a text learnt by heart."""
+def _try_training(
+    recipe: Recipe, target: Any, texts: list[Tensor], length: int, found: Inspection
+) -> None:
+    """Alignment, the pace of a few steps on rows of `length` tokens, and a text learnt by heart."""
     drafter: Any = make_drafter(recipe, target, Sample(torch.cat(texts)))  # type: ignore[arg-type]
     short = min(prompt_settings(recipe)["tokens"] or 32, 32)
     prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
@@ -192,7 +196,7 @@ def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspe
     module = training_module(train, target, drafter)
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
-    step = measure_steps(module, recipe, len(found.tokenizer))
+    step = measure_steps(module, recipe, len(found.tokenizer), length)
     found.pace = pace_of(recipe, wrote, step, found.counts["training documents"])
     module.release()
     if drafter.adapter is not None:

@@ -13,7 +13,7 @@ import torch
 from headstart.heads import TrainableDrafter
 from headstart.heads.core import total_bytes
 
-from ..recipe import Recipe
+from ..recipe import Distill, Recipe
 from ..sizes import (
     ARTIFACT,
     ROW_TOKEN,
@@ -60,8 +60,9 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
         return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
     distill, train = recipe.distill, recipe.train
     row = distill.row_tokens
-    # A token has at least a byte of text; what the target writes is about as much again.
-    rows = distill.examples * row if distill.examples else 2 * recipe.corpus.max_bytes
+    rows = distill.examples * longest_row(distill, plan.context)
+    if distill.writer == "given":  # a token has at least a byte of text
+        rows = min(rows, recipe.corpus.max_bytes)
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
     depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
@@ -77,6 +78,13 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
         bounds += [made.max_seconds] * longer  # see `Scratch.min_tokens`
     seconds = sum(b for b in bounds if b is not None) if None not in bounds else None
     return Needs(target, drafter, disk, memory, seconds)
+
+
+def longest_row(spec: Distill, context: int | None) -> float:
+    """Tokens of a row at most, of a target with this context; None is one without an end."""
+    if spec.writer != "given":
+        return spec.row_tokens
+    return spec.max_length or context or math.inf
 
 
 def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:

@@ -32,14 +32,18 @@ class Pace:
         return (self.distill_s + self.train_s) / 3600
 
 
-def measure_steps(module: TargetWithDrafter, recipe: Recipe, vocab_size: int) -> tuple[float, int]:
+def measure_steps(
+    module: TargetWithDrafter, recipe: Recipe, vocab_size: int, length: int
+) -> tuple[float, int]:
     """Seconds of a training step, and the memory then in use: of three steps, the fastest.
 
     One of a step's micro-batches is computed, and counted as often as there are.
+
+    Args:
+        length: tokens of each row.
     """
     spec, rows = recipe.train, recipe.train.batch_size
     batches = spec.accumulation(1)
-    length = recipe.distill.row_tokens
     device = module.target.device
     tokens = torch.randint(vocab_size, (rows, length), device=device)
     supervised = torch.ones_like(tokens, dtype=torch.bool)

@@ -209,7 +209,7 @@ class Distill:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row, at most."""
+        """Tokens of a row, at most; given rows without `max_length` may be longer."""
         return self.max_length or self.prefix_tokens + self.new_tokens
 
 
