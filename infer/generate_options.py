@@ -47,6 +47,23 @@ _ENCODED = "mm_encoder_outputs"
 """What `generate` adds for a model that also reads images: nothing in it where there are none."""
 
 
+_LEAVES_NONE_OUT = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}  # fmt: skip
+"""Of the options that leave tokens out of sampling, the values with which they leave out none."""
+
+
+def whole_distribution(model: PreTrainedModel) -> dict[str, float]:
+    """The options of `generate` that sample from all tokens, whatever a model's own config says.
+
+    Without top_k, `generate` would take the 50 most likely ones.
+    """
+    config: Any = model.generation_config
+    own = {name for name in _LEAVES_NONE_OUT if getattr(config, name, None) is not None}
+    return {n: value for n, value in _LEAVES_NONE_OUT.items() if n in own | {"top_k", "top_p"}}
+
+
 class GenerateOptions:
     """The options of one call of `Speculator.generate`, resolved as transformers resolves them."""
 

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads.core.files import flush_to_disk, write_atomically
 from headstart.infer import Speculator
+from headstart.infer.generate_options import whole_distribution
 
 from ..recipe import Distill
 from .prefixes import DistillError
@@ -278,8 +279,8 @@ def write_rows(
     length [B], and its prefix's length [B].
     """
     if spec.temperature > 0:
-        # generate's defaults, or the model's own config, would restrict the sampling.
-        how |= {"temperature": spec.temperature, "seed": seeds, "top_k": 0, "top_p": 1.0}
+        how |= {"temperature": spec.temperature, "seed": seeds}
+        how |= whole_distribution(speculator.model)
     config: Any = speculator.model.generation_config
     end = how.get("eos_token_id", config.eos_token_id)
     counts = torch.tensor([len(prefix) for prefix in prefixes])

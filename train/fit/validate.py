@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from headstart.heads import Drafter
 from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
+from headstart.infer.generate_options import whole_distribution
 from headstart.infer.measure.bench import SHOWN, SHOWN_BEFORE
 from headstart.infer.measure.own_text import BATCH, Written, write_texts
 from headstart.infer.measure.progress import progress_bar
@@ -32,8 +33,8 @@ from ..processes.agreement import from_each, in_parallel, in_turn, own_share
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
 """Prompts of any lengths; tensors [P] count as prompts of different documents."""
 
-AS_IT_IS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""Sampling from the target's own distribution; `generate` would take the 50 most likely tokens."""
+AS_IT_IS = {"temperature": 1.0}
+"""Sampling from the target's own distribution."""
 
 
 def measure_tau(
@@ -70,7 +71,7 @@ def decode_prompts(
     Args:
         divided: each process decodes its share of the prompts, and all return the same; else each
             decodes all of them.
-        sampling: options of `generate` for rules that sample.
+        sampling: options of `generate` for rules that sample, from all tokens but for these.
 
     Returns:
         The tokens and rounds of each prompt, [n, 2]; and `acceptance_by_depth`, None where none
@@ -84,7 +85,7 @@ def decode_prompts(
     own_stats = Stats(tree.max_depth)
     how: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     if RULES[rule].samples:
-        how |= {"do_sample": True, **sampling}
+        how |= {"do_sample": True, **whole_distribution(target), **sampling}
     seeds = row_seeds(seed, len(given)).tolist()
     firsts = {prompt.document: number for number, prompt in reversed([*enumerate(given)])}
     shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:SHOWN]}

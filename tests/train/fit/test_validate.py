@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from headstart.heads import OptionError, family
-from headstart.heads.medusa import Medusa
-from headstart.infer import StaticTree, parse_static
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.infer import Speculator, StaticTree, parse_static
 from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
 from headstart.train.data.prefixes import HeldOutPrompt
+from headstart.train.data.training_rows import write_rows
 from headstart.train.fit.validate import (
     Validation,
     measure_tau,
@@ -19,6 +20,7 @@ from headstart.train.fit.validate import (
     standard_error,
     tau_table,
 )
+from headstart.train.recipe import Distill
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 from tests.support.tiny import VOCAB, tiny
 
@@ -29,6 +31,30 @@ def second_best(drafter: Medusa, head: int) -> Medusa:
     with torch.no_grad():
         drafter.output[head - 1] += 2 * torch.eye(SIZE).roll(head + 2, 0)
     return drafter
+
+
+RESTRICTED = [{"min_p": 0.9}, {"typical_p": 0.2}, {"epsilon_cutoff": 0.2}, {"eta_cutoff": 0.5}]
+
+
+@pytest.mark.parametrize("restricted", RESTRICTED, ids=lambda own: next(iter(own)))
+def test_sampling_is_from_all_tokens_whatever_the_target_says(
+    restricted: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of training text as of validation."""
+    target = tiny("llama")
+    spec = Distill(temperature=1.0, prefix_tokens=3, new_tokens=8)
+    prompts = [torch.tensor([1, 2, 3 + n]) for n in range(4)]
+    drafter = Medusa(MedusaConfig.for_target(target, heads=2)).double().bind(target)
+
+    def sampled() -> tuple[list[int], list[list[int]]]:
+        text = write_rows(Speculator(target), prompts, [5, 6, 7, 8], spec)[0]
+        told = measure_tau(target, drafter, StaticTree.chain(2), "coupled", prompts, 8)
+        return text.flatten().tolist(), [shown["ids"] for shown in told["samples"]]
+
+    expected = sampled()
+    for name, value in restricted.items():
+        monkeypatch.setattr(target.generation_config, name, value)
+    assert sampled() == expected
 
 
 def test_ranks_fit_the_decode_loop() -> None:
