@@ -72,6 +72,7 @@ def test_defaults_and_drafter_options() -> None:
         ("shares", "../a", ["shares: '../a'"]),
         ("shares", "", ["shares: ''"]),
         ("seed", -1, ["seed", "at least 0"]),
+        ("seed", 2**32, ["seed: found 4294967296", "less than 4294967296"]),
         ("7", 1, ["7: unknown key"]),
     ],
 )

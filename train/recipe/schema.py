@@ -348,7 +348,7 @@ class Recipe:
     name: str
     drafter: DrafterSpec
     target: TargetSpec
-    seed: int = number(0, ge=0)
+    seed: int = number(0, ge=0, lt=2**32)  # as NumPy takes it
     output: str = "runs"
     # another run in `output` whose stages corpus, target and distill are used: run there where it
     # has not finished them, and here where it has finished them with other settings
