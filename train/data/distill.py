@@ -151,10 +151,10 @@ def summary(spec: Distill, folder: Path) -> dict[str, int]:
         logger.warning("distill: %s", line)
     skipped = told[0].get("skipped", 0)
     if skipped:
-        logger.warning(
-            "distill: %s skipped: shorter than distill.prefix_tokens %d",
-            counted(skipped, "document"), spec.prefix_tokens,
-        )  # fmt: skip
+        why = f"shorter than distill.prefix_tokens {spec.prefix_tokens}"
+        if spec.writer != "own" or spec.prefix == "prompt":
+            why = "each asks what another one does, and would be answered alike"
+        logger.warning("distill: %s skipped: %s", counted(skipped, "document"), why)
     left = {name: told[0][name] for name in ("skipped", _NOT_TAKEN) if told[0].get(name)}
     return {"shards": shards, **found.known(), **left}
 

@@ -274,8 +274,8 @@ def held_out_prompts(
         kind = f"{prefix}s of {'at most ' if prefix == 'prompt' else ''}{tokens} tokens"
         kind = kind if tokens is not None else "prompts"
         raise HeldOutError(
-            f"{len(documents)} held-out documents give {len(prompts)} {kind} for {part}, expected "
-            f"{count}; {_more(too_long, longer)}, or lower "
+            f"{len(documents)} held-out documents give {len(prompts)} different {kind} for {part}, "
+            f"expected {count}; {_more(too_long, longer)}, or lower "
             f"decode.{'prompts' if part == 'bench' else 'validation_prompts'}."
         )
     return prompts[:count]
@@ -315,7 +315,8 @@ def _by_document(
 ) -> tuple[list[list[HeldOutPrompt]], int]:  # fmt: skip
     """The prompts of each document that gives any, the documents in a drawn order.
 
-    And how many prompts are longer than `tokens`.
+    Of equal prompts only the first document's, or one could choose a checkpoint and judge it. And
+    how many prompts are longer than `tokens`.
     """
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
     too_long = 0
@@ -339,11 +340,14 @@ def _by_document(
             drawn = sorted(starts, key=lambda at: order(f"{seed}:{document.id}:{at}"))
             cut = starts[:1] if prefix == "start" else drawn
             found.append([row[at : at + tokens] for at in cut])
-    given = [
-        [HeldOutPrompt(_tensor(row), d.id, d.source) for row in rows]
-        for d, rows in zip(documents, found, strict=True)
-        if rows
-    ]
+    seen = set[bytes]()
+    given = []
+    for document, rows in zip(documents, found, strict=True):
+        new = {row.tobytes(): row for row in rows if row.tobytes() not in seen}
+        seen.update(new)
+        if new:
+            own = document.id, document.source
+            given.append([HeldOutPrompt(_tensor(row), *own) for row in new.values()])
     return given, too_long
 
 

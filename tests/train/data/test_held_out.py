@@ -67,6 +67,26 @@ def test_prompts_are_disjoint_windows_of_different_documents() -> None:
         held_out_prompts(tokenizer, DOCUMENTS, 10_000, 10)
 
 
+def test_no_prompt_comes_twice_or_in_both_parts() -> None:
+    """Of questions with four answers each, as sampled data sets have them."""
+    chats = [
+        Document.chat(f"{asked}.{said}", [
+            {"role": "user", "content": f"question {asked}"},
+            {"role": "assistant", "content": f"answer {said}"},
+        ])
+        for asked in range(12) for said in range(4)
+    ]  # fmt: skip
+    tokenizer = chat_tokenizer(CHATML)
+    found = [
+        tuple(prompt.tokens.tolist())
+        for part, count in (("validation", 4), ("bench", 8))
+        for prompt in held_out_prompts(tokenizer, chats, count, None, part=part, prefix="prompt")  # type: ignore[arg-type]
+    ]
+    assert len(set(found)) == len(found) == 12
+    with pytest.raises(HeldOutError, match="48 held-out documents give 8 different prompts for"):
+        held_out_prompts(tokenizer, chats, 9, None, prefix="prompt")
+
+
 def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
     tokenizer = train_tokenizer(CHATS, 270, 128)
     overrides = ["distill.prefix=prompt", "distill.prefix_tokens=30", "decode.validation_prompts=9"]
@@ -86,7 +106,9 @@ def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
             assert str(tokenizer.decode(prompt.tokens)).endswith("Assistant:")
     documents = {part: {p.document for p in prompts} for part, prompts in parts.items()}
     assert not documents["validation"] & documents["bench"]
-    with pytest.raises(HeldOutError, match=r"give \d+ prompts of at most 30 tokens for bench"):
+    with pytest.raises(
+        HeldOutError, match=r"give \d+ different prompts of at most 30 tokens for bench"
+    ):
         held_out_prompts(tokenizer, CHATS, 900, 30, prefix="prompt")
 
 
@@ -130,8 +152,8 @@ def test_prompts_that_are_too_long_are_counted(made: Recipe, context: int, remed
     with pytest.raises(HeldOutError) as error:
         recipe_prompts(made, tokenizer, LONG, "validation", context)
     assert one_line(error.value) == (
-        "90 held-out documents give 0 prompts of at most 64 tokens for validation, expected 8; "
-        f"{more}, or lower decode.validation_prompts."
+        "90 held-out documents give 0 different prompts of at most 64 tokens for validation, "
+        f"expected 8; {more}, or lower decode.validation_prompts."
     )
     assert available_prompts(made, tokenizer, LONG, context) == (
         {"validation": 0, "bench": 0},

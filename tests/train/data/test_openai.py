@@ -19,6 +19,7 @@ from headstart.train.data.rendering import ChatRenderer
 from headstart.train.data.training_rows import Row, Rows
 from headstart.train.data.writers import client
 from headstart.train.data.writers.openai import ServerWriter
+from headstart.train.data.writers.replay import order_of_asked
 from headstart.train.data.writers.units import Counts
 from headstart.train.recipe import Distill, OpenAI
 from headstart.train.recipe.loading import parse_recipe
@@ -206,7 +207,9 @@ def answered(
     tokenizer = chat_tokenizer(template, "<|im_end|>")
     with serving(choice=choice) as server:
         made = spec_for(server, **how)
-        writer = ServerWriter(ChatRenderer(tokenizer), [chat(0), chat(1)], made, 2, "m", folder)
+        chats = [chat(0), chat(1)]
+        order = order_of_asked(chats, made, 0)
+        writer = ServerWriter(ChatRenderer(tokenizer), chats, made, 2, order, "m", folder)
         counts, taught = Counts(), []
         for each in writer.write(range(2), lambda *_: None):
             counts += each.counts

@@ -122,6 +122,29 @@ def test_chats_are_replayed_with_the_targets_own_history(tmp_path: Path, templat
     assert max(map(len, starts)) == (3 if template == CHATML else 1)
 
 
+def test_what_is_asked_again_is_answered_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the answers would be equal: greedily, whatever answers the documents have."""
+    given = [chat(f"{d.id}.{n}", *_asked(d), answer=f"So {n}.") for n in range(3) for d in CHATS]
+    every = written(tmp_path / "all", replace(SPEC, examples=27), documents=given)
+    once = {tuple(row.tokens.tolist()) for row in written(tmp_path / "once")}
+    assert len(every) == len(once) and {tuple(row.tokens.tolist()) for row in every} == once
+    counts = summary(SPEC, tmp_path / "all")
+    assert (counts["kept"], counts["skipped"]) == (9, 18)
+    assert "18 documents skipped: each asks what another one does" in caplog.text
+    some = written(tmp_path / "some", replace(SPEC, examples=5), documents=given)
+    assert len({tuple(row.tokens.tolist()) for row in some}) == len(some) == 5
+    warm = replace(SPEC, examples=27, temperature=1.0)
+    assert len({row.id for row in written(tmp_path / "warm", warm, documents=given)}) == 27
+    first = written(tmp_path / "first", replace(SPEC, turns="first"), documents=given)
+    assert len(first) == len({message[0] for message in map(_asked, CHATS)})
+
+
+def _asked(document: Document) -> list[str]:
+    return [m["content"] for m in document.messages or () if m["role"] == "user"]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("train-*")}
 

@@ -17,6 +17,7 @@ from .drafting import Drafting
 from .given import GivenWriter
 from .openai import ServerWriter
 from .own import PrefixWriter, ReplayWriter
+from .replay import order_of_asked
 from .units import Writer
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ def make_writer(
         examples = _examples(spec, len(documents))
         return GivenWriter(renderer, documents, supervise, length, examples, seed)
     if spec.writer == "openai":
-        examples = _examples(spec, len(documents))
-        return ServerWriter(renderer, documents, spec, examples, name, folder, seed)
+        order = order_of_asked(documents, spec, seed)
+        examples = _examples(spec, len(order[0]))
+        return ServerWriter(renderer, documents, spec, examples, order, name, folder, seed)
     prefixes = None
     if spec.prefix != "prompt":
         prefixes = make_prefixes(spec, tokenizer, documents, chat)
@@ -57,8 +59,9 @@ def make_writer(
     check_context(spec, model)
     drafting = Drafting(spec, model, tokenizer, folder)
     if prefixes is None:
-        examples = _examples(spec, len(documents))
-        return ReplayWriter(drafting, renderer, documents, spec, examples, seed)
+        order = order_of_asked(documents, spec, seed)
+        examples = _examples(spec, len(order[0]))
+        return ReplayWriter(drafting, renderer, documents, spec, examples, order, seed)
     return PrefixWriter(drafting, prefixes, spec, _examples(spec, len(prefixes)), seed)
 
 

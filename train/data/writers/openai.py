@@ -21,8 +21,8 @@ from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer
 from ..tool_calls import with_objects
 from .client import Client, RefusedError
-from .replay import Asked, Replay
-from .units import Counts, Tick, Written, order_of, written
+from .replay import Asked, Order, Replay
+from .units import Counts, Tick, Written, written
 
 
 class ServerWriter:
@@ -42,18 +42,19 @@ class ServerWriter:
         documents: Sequence[Document],
         spec: Distill,
         examples: int,
+        order: Order,
         model: str,
         journal: Path,
         seed: int = 0,
     ):
         assert spec.openai is not None
         self.renderer, self.spec, self.server = renderer, spec, spec.openai
-        self.documents, self.units, self.skipped = documents, examples, 0
+        self.documents, self.units = documents, examples
+        self._order, self.skipped = order
         self.journal = journal
         self.model = spec.openai.model or model
         self._stop = threading.Event()
         self.client = Client(spec.openai, self._stop)
-        self._order = order_of(len(documents), seed)
         self._seeds = row_seeds(seed, examples).tolist()
 
     def choose(self) -> None:

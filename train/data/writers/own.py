@@ -21,8 +21,8 @@ from ..prefixes import Prompts, Windows
 from ..rendering import ChatRenderer, Rendered
 from ..training_rows import write_rows
 from .drafting import Drafting
-from .replay import Replay
-from .units import Counts, Tick, Written, order_of, written
+from .replay import Order, Replay
+from .units import Counts, Tick, Written, written
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ReplayWriter:
 
     Args:
         drafting: what decodes.
-        examples: so many documents are taken, all of them before any comes again.
+        examples: so many documents are taken, all of `order` before any comes again.
     """
 
     def __init__(
@@ -86,11 +86,12 @@ class ReplayWriter:
         documents: Sequence[Document],
         spec: Distill,
         examples: int,
+        order: Order,
         seed: int = 0,
     ):
         self.drafting, self.renderer, self.spec = drafting, renderer, spec
-        self.documents, self.units, self.skipped = documents, examples, 0
-        self._order = order_of(len(documents), seed)
+        self.documents, self.units = documents, examples
+        self._order, self.skipped = order
         config: Any = drafting.model.generation_config
         eos = config.eos_token_id
         if left := [name for name in LEFT_OUT if getattr(config, name, None)]:

@@ -6,7 +6,10 @@ is asked after it; and so on, to the end of the chat, or to the row's.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,42 @@ from ...recipe import Distill
 from ..documents import ChatTemplateError, Document, Message
 from ..prefixes import leave_out
 from ..rendering import ChatRenderer, Rendered, add_answer
-from .units import Counts, Written, written
+from .units import Counts, Written, order_of, written
+
+Order = tuple[list[int], int]
+"""The numbers of the documents that are taken, in their order, and how many are passed over."""
+
+
+def order_of_asked(documents: Sequence[Document], spec: Distill, seed: int) -> Order:
+    """The order in which documents are answered; greedily none that asks what one before it does.
+
+    Its row would be the same. Of no more documents than are taken is it known what they ask.
+    """
+    order = order_of(len(documents), seed)
+    if spec.temperature > 0:
+        return order, 0
+    seen, taken = set[bytes](), list[int]()
+    for at, number in enumerate(order):
+        if len(taken) == spec.examples:
+            return taken + order[at:], at - len(taken)
+        if (asked := _asked_by(documents[number], spec)) not in seen:
+            seen.add(asked)
+            taken.append(number)
+    return taken, len(order) - len(taken)
+
+
+def _asked_by(document: Document, spec: Distill) -> bytes:
+    """A hash of all that decides a document's greedy answers."""
+    said: list[Any] = [document.text, document.ids and document.ids[0]]
+    if document.messages is not None:
+        said, asked = [document.tools], False
+        for message in document.messages:
+            if message["role"] == "tool" or (asked and spec.turns == "first"):
+                break
+            if message["role"] != "assistant" or not asked:
+                said.append(message)
+            asked |= message["role"] == "user"
+    return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Writer(Protocol):
     units: int
     """How many there are."""
     skipped: int
-    """Documents that give no unit."""
+    """Documents that give no unit, as far as they are known."""
 
     def choose(self) -> None:
         """Prepare; all processes call it once, before the first `write`."""
