@@ -224,11 +224,20 @@ class DFlash(TokenConditioned):
         states = state.states[:, state.level, None]  # [B, 1, D], the same for all of them
         alone = self._output(states)  # [B, 1, Vd]
         logits = alone + self._term.last(self._term(tokens, states))  # [B, W, Vd]
-        count = self.config.selector_top_k
-        if self.candidate_selector is not None and 0 < count < alone.shape[-1]:
-            chosen = torch.full_like(alone, -torch.inf)
-            logits = logits + chosen.scatter_(-1, alone.topk(count, dim=-1).indices, 0.0)
+        if self._chooses:
+            logits = logits + self._candidates(alone)
         return Step(logits, self.draft_vocabulary)
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether drafts are chosen among the tokens that are best without the term."""
+        known = self.config.output_size
+        return self.candidate_selector is not None and 0 < self.config.selector_top_k < known
+
+    def _candidates(self, alone: Tensor) -> Tensor:
+        """0 for the tokens that are best by logits without the term, -inf for others: [..., Vd]."""
+        best = alone.topk(self.config.selector_top_k, dim=-1).indices
+        return torch.full_like(alone, -torch.inf).scatter_(-1, best, 0.0)
 
     @property
     def _term(self) -> PairTerm:
@@ -370,6 +379,19 @@ class DFlash(TokenConditioned):
             learned += [] if self.independent else [self._term.last]
             return DraftLogits(self.draft_logits(depth), tuple(learned))
         return DraftLogits(weight=self.lm_head.weight) if trimmed else super().draft_output(depth)
+
+    def draft_choice(self, depth: int) -> tuple[DraftLogits, DraftLogits] | None:
+        if not self._chooses:
+            return None
+        size, output, last = self.config.hidden_size, self._output, self._term.last
+        learned = (self.lm_head,) if self.config.output == "trimmed" else ()
+
+        def chosen(states: Tensor) -> Tensor:
+            alone = output(states[..., :size])
+            return alone + last(states[..., size:]) + self._candidates(alone)
+
+        alone = DraftLogits(lambda states: output(states[..., :size]), learned)
+        return alone, DraftLogits(chosen, (*learned, last))
 
     def checkpoint_activations(self) -> bool:
         self._checkpointed = True

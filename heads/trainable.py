@@ -170,6 +170,13 @@ class TrainableDrafter(Drafter):
         """
         return DraftLogits(self.draft_logits(depth), (self,))
 
+    def draft_choice(self, depth: int) -> tuple[DraftLogits, DraftLogits] | None:
+        """Of a drafter that chooses among its best tokens: the logits by which these are the best,
+        and those of the choice, -inf for all others. The first have the loss that is asked for, the
+        second the cross entropy where the label is among them. None where it chooses among all.
+        """
+        return None
+
     def predicted_features(self, states: Tensor) -> Tensor | None:
         """The drafter's prediction of the target's final features, for a loss that compares them.
 

@@ -309,6 +309,8 @@ class _Arithmetic:
         passes = self._passes(self.row)
         learned = (6.0 + again) * inner * passes
         first = 2.0 if weights == "acceptance" else 0.0  # logits, for the weights
+        if isinstance(self.drafter, TrainableDrafter) and self.drafter.draft_choice(1) is not None:
+            first += 6.0  # and for the choice: which labels are candidates, and its own loss
         # Heads have a matrix each; others have one, which is applied to every depth.
         applied, drafted = min(passes, float(depths)), supervised
         if most := self._starts():

@@ -255,6 +255,10 @@ def test_blocks_are_read_where_drafts_start() -> None:
     term = _per_token("dflash", "drafter.layers=1", "drafter.anchors=64", "drafter.depths=4",
                       f"drafter.markov_rank={rank}")  # fmt: skip
     assert term - few_more == pytest.approx(6 * rank * vocab * 4 * 64 / row)
+    among = "drafter.selector_rank=256", "drafter.selector_top_k=0"
+    chosen = _per_token("dflash", among[0]) - _per_token("dflash", *among)
+    drafted = min(supervised, 512 / row) * 15
+    assert chosen == pytest.approx(6 * (size + rank) * vocab * drafted)
     weighted = _per_token("medusa", "train.position_weights=acceptance") - _per_token("medusa")
     assert weighted == pytest.approx(2 * size * vocab * 5 * supervised)
 

@@ -188,7 +188,8 @@ class DraftLoss:
     """The sum over depths k = 1 … K of decay**k times the depth's mean loss.
 
     Depth k at position t is compared with the label x_t+k+1 or, if the loss is a divergence, with
-    the distribution that the target computes from its final feature at position t + k.
+    the distribution that the target computes from its final feature at position t + k. To that of a
+    drafter that chooses among its best tokens the loss of the choice is added, see `draft_choice`.
 
     Args:
         drafter: bound to its target.
@@ -285,6 +286,9 @@ class DraftLoss:
         size = self.size or rows_at_once(self.kind, self._width(), states.device)
         room = self._room if states.device.type == "cpu" else Room()
         outputs = [drafter.draft_output(k) for k in range(1, len(labels) + 1)]
+        choices = [each for k in range(len(labels)) if (each := drafter.draft_choice(k + 1))]
+        if choices:
+            outputs = [alone for alone, _ in choices]
         hard = HardLabels(labels, size, room, fused=self.weights == "none")
         weights = None  # [K, M]
         if self.weights == "acceptance":
@@ -299,6 +303,12 @@ class DraftLoss:
             assert self._teacher is not None
             comparison = SoftLabels(self.kind, self._teacher, teaching, ahead, labels, size, room)
         total = summed_loss(outputs, states, factors, comparison, weights)
+        if choices:
+            outputs = [chosen for _, chosen in choices]
+            hard = HardLabels(labels, size, room, fused=False)
+            there = label_probabilities(outputs, states.detach(), hard) > 0  # among the candidates
+            hard = HardLabels(labels.masked_fill(~there, IGNORED), size, room, fused=False)
+            total = total + summed_loss(outputs, states, factors, hard, weights)
         if self.feature_weight:
             # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
             predicted: Any = drafter.predicted_features(states)  # [K, M, D]

@@ -37,6 +37,7 @@ class Fixed(nn.Module):
         return lambda states: states
 
     draft_output = TrainableDrafter.draft_output
+    draft_choice = TrainableDrafter.draft_choice
 
     def predicted_features(self, states: Tensor) -> Tensor:
         return states
@@ -249,6 +250,7 @@ def test_the_teacher_is_asked_about_the_position_of_the_depth() -> None:
             return model.layer
 
         draft_output = TrainableDrafter.draft_output
+        draft_choice = TrainableDrafter.draft_choice
 
     tokens = torch.randint(11, (2, 8))
     final = torch.randn(2, 8, size)
