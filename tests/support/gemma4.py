@@ -57,7 +57,7 @@ def with_images(text: Any) -> Any:
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     }  # fmt: skip
-    tokens = {"image_token_id": 61, "video_token_id": 62, "audio_token_id": 63}
+    tokens: dict[str, Any] = {"image_token_id": 61, "video_token_id": 62, "audio_token_id": 63}
     own = copy.deepcopy(text.config)
     own.pad_token_id = 0
     config = tf.Gemma4Config(text_config=own, vision_config=vision, audio_config=None, **tokens)

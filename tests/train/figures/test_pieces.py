@@ -87,7 +87,7 @@ def test_a_text_that_is_continued_keeps_the_space_before_it() -> None:
         reader = PieceReader(tokenizer, ids[:at])
         pieces = [*reader.add(ids[at:], [0] * (20 - at)), *reader.end()]
         new = "".join(piece.text for piece in pieces)
-        assert tokenizer.decode(ids[:at]) + new == tokenizer.decode(ids)
+        assert f"{tokenizer.decode(ids[:at])}{new}" == tokenizer.decode(ids)
         assert continued(tokenizer, ids[:at], ids[at:]) == new
     assert continued(tokenizer, [0], [4]) == " cat" and continued(tokenizer, [], [4]) == "cat"
 
