@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from headstart.heads import (
     FAMILIES,
@@ -22,7 +22,8 @@ from headstart.heads.artifacts.conversion import convert
 from headstart.heads.artifacts.files import read_json
 from headstart.heads.core import capture, row_seeds
 from headstart.heads.families import KNOWN, PUBLISHED, check_options
-from headstart.heads.gemma4_assistant import Gemma4Assistant
+from headstart.heads.gemma4_assistant import Gemma4Assistant, Gemma4AssistantConfig
+from headstart.heads.parts.published.gemma4_assistant import gemma4_assistant
 from headstart.infer import Speculator
 from headstart.infer.rules.registry import RULES
 from tests.support import gemma4
@@ -211,7 +212,57 @@ def test_an_artifact_of_it_is_the_same_drafter(tmp_path: Path) -> None:
     assert list(again.config.feature_layers) == [-1, 3, 2]
 
 
-KINDS = ("full_attention", "sliding_attention")
+PUBLISHED_E2B: dict[str, Any] = {
+    "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": 1536,
+    "centroid_intermediate_top_k": 32, "dtype": "bfloat16", "model_type": "gemma4_assistant",
+    "num_centroids": 2048, "tie_word_embeddings": True, "use_ordered_embeddings": True,
+    "text_config": {
+        "_name_or_path": "", "architectures": None, "attention_bias": False,
+        "attention_dropout": 0.0, "attention_k_eq_v": False, "bos_token_id": 2,
+        "chunk_size_feed_forward": 0, "dtype": "bfloat16", "enable_moe_block": False,
+        "eos_token_id": 1, "final_logit_softcapping": None, "global_head_dim": 512,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 256,
+        "hidden_size_per_layer_input": 0, "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "initializer_range": 0.02, "intermediate_size": 2048, "is_encoder_decoder": False,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "max_position_embeddings": 131072, "model_type": "gemma4_text",
+        "moe_intermediate_size": None, "num_attention_heads": 4, "num_experts": None,
+        "num_global_key_value_heads": None, "num_hidden_layers": 4, "num_key_value_heads": 1,
+        "num_kv_shared_layers": 4, "output_attentions": False, "output_hidden_states": False,
+        "pad_token_id": 0, "problem_type": None, "return_dict": True, "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+        "sliding_window": 512, "tie_word_embeddings": True, "top_k_experts": None,
+        "use_bidirectional_attention": None, "use_cache": True, "use_double_wide_mlp": False,
+        "vocab_size": 262144, "vocab_size_per_layer_input": 0,
+    },
+}  # fmt: skip
+"""The config of google/gemma-4-E2B-it-assistant, without the ids of images and sounds."""
+
+
+def test_the_config_that_is_published() -> None:
+    sizes = {
+        "hidden_size": 1536, "vocab_size": 262144, "kinds": ["sliding_attention"] * 3 + KINDS[:1],
+        "width": 256, "inner_dim": 2048, "query_heads": 4, "window": 512, "eps": 1e-6,
+        "head_dims": {"full_attention": 512, "sliding_attention": 256},
+        "activation": "gelu_pytorch_tanh", "centroids": 2048, "top_centroids": 32,
+    }  # fmt: skip
+    shapes = Gemma4AssistantConfig(**sizes).shapes()
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")  # as tied weights are kept
+    known, found = gemma4_assistant(PUBLISHED_E2B, tensors) or ({}, {})
+    target = Gemma4TextConfig().rope_parameters
+    assert known.pop("rope_parameters") == target and known == sizes
+    assert found.keys() == shapes.keys()
+    assert round(sum(tensor.numel() for tensor in found.values()) / 1e6) == 78  # as its card says
+
+
+KINDS = ["full_attention", "sliding_attention"]
 ANGLES = {"rope_type": "default", "rope_theta": 999.0}
 OTHERS: dict[str, tuple[Any, str]] = {
     "another model": (lambda: tiny("llama"), "the target is a llama, .* as Gemma 4 has them"),

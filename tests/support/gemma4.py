@@ -60,7 +60,8 @@ def with_images(text: Any) -> Any:
     tokens: dict[str, Any] = {"image_token_id": 61, "video_token_id": 62, "audio_token_id": 63}
     own = copy.deepcopy(text.config)
     own.pad_token_id = 0
-    config = tf.Gemma4Config(text_config=own, vision_config=vision, audio_config=None, **tokens)
+    more: dict[str, Any] = {"audio_config": None, "tie_word_embeddings": False, **tokens}
+    config = tf.Gemma4Config(text_config=own, vision_config=vision, **more)
     made: Any = tf.Gemma4ForConditionalGeneration(config).double().eval()
     made.model.language_model.load_state_dict(text.model.state_dict())
     made.lm_head.load_state_dict(text.lm_head.state_dict())
