@@ -137,6 +137,7 @@ def choose_attention(
     if attention != "masked":
         slow = next(filter(None, (shape.no_kernel for shape in shapes)), None)
         reason = _lost_softcap(model) or (slow if attention == "auto" else None)
+        reason = (_read_elsewhere(model) if cacheless else None) or reason
         if reason is None:
             packed = replace(windows, tree=True, cacheless=cacheless)
             try:
@@ -161,6 +162,14 @@ def _lost_softcap(model: PreTrainedModel) -> str | None:
         f"{config.model_type} runs as sdpa, which knows no softcap of scores: "
         "model.set_attn_implementation('eager') gives it back"
     )
+
+
+def _read_elsewhere(model: PreTrainedModel) -> str | None:
+    """Why a model cannot run without a cache, where layers read keys that others have cached."""
+    config = model.config.get_text_config(decoder=True)
+    if not (count := getattr(config, "num_kv_shared_layers", 0)):
+        return None
+    return f"{config.model_type} has {count} layers that read keys and values of others"
 
 
 def check_tree(
