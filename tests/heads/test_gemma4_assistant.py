@@ -254,6 +254,7 @@ def test_the_config_that_is_published() -> None:
     }  # fmt: skip
     shapes = Gemma4AssistantConfig(**sizes).shapes()
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors["masked_embedding.token_ordering"] = torch.arange(262144, dtype=torch.int32)
     tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")  # as tied weights are kept
     known, found = gemma4_assistant(PUBLISHED_E2B, tensors) or ({}, {})
     target = Gemma4TextConfig().rope_parameters
@@ -310,6 +311,17 @@ def test_a_config_that_contradicts_is_refused(name: str, tmp_path: Path) -> None
     path = tmp_path / "config.json"
     path.write_text(json.dumps(read_json(path) | change))
     with pytest.raises(ArtifactError, match=said) as caught:
+        load_drafter(tmp_path, gemma4.target())
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [64, -1])
+def test_tokens_that_there_are_not_are_refused(wrong: int, tmp_path: Path) -> None:
+    """A GPU would stop at the first one."""
+    made = gemma4.assistant()
+    made.masked_embedding.token_ordering[5] = wrong
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match="expected ids of the 64 tokens") as caught:
         load_drafter(tmp_path, gemma4.target())
     one_line(caught.value)
 

@@ -40,7 +40,7 @@ def gemma4_assistant(config: dict[str, Any], tensors: dict[str, Tensor]) -> Foun
     if not ordered:
         found = {name: each for name, each in found.items() if not name.startswith(_MASKED)}
     elif _ORDER in found:
-        found[_ORDER] = found[_ORDER].long()
+        found[_ORDER] = _ids(found[_ORDER], len(found[_OUTPUT]))
     names = [f"model.layers.{number}.self_attn" for number in range(len(made.layer_types))]
     sizes = [len(found[f"{name}.q_norm.weight"]) for name in names]
     known = {
@@ -58,6 +58,17 @@ def gemma4_assistant(config: dict[str, Any], tensors: dict[str, Tensor]) -> Foun
             "top_centroids": config.get("centroid_intermediate_top_k", 32),
         }
     return known, found
+
+
+def _ids(order: Tensor, vocabulary: int) -> Tensor:
+    """The ids of tokens, group by group, as they are read by; an ArtifactError for others."""
+    first, last = order.aminmax()
+    if order.is_floating_point() or not 0 <= first <= last < vocabulary:
+        raise ArtifactError(
+            f"its {_ORDER} has {order.dtype} from {first} to {last}, expected ids of the "
+            f"{vocabulary} tokens; download it again."
+        )
+    return order.long()
 
 
 def check_rotary(kinds: list[str], said: dict[str, Any], target: dict[str, Any]) -> None:
