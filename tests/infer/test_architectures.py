@@ -298,7 +298,7 @@ def test_tree_attention_equals_generate(name: str) -> None:
 
 
 def test_layers_that_read_the_keys_of_others_are_not_compiled() -> None:
-    with pytest.raises(UnsupportedTarget, match=r"3 layers that read .*: leave compile out") as why:
+    with pytest.raises(UnsupportedTarget, match=r"2 layers that read .*: leave compile out") as why:
         Target(built("gemma4"), compile="default")
     one_line(why.value)
 
