@@ -21,6 +21,7 @@ from .core import (
     OptionError,
     OutputLayer,
     decoder_layers,
+    decoder_of,
     device_of,
     load_pretrained,
     output_layer,
@@ -284,7 +285,7 @@ class DraftModel(TrainableDrafter):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Depth k at position t is the student's final hidden state at t + k: [depths, M, D]."""
-        hidden = self.model.get_decoder()(
+        hidden = decoder_of(self.model)(
             input_ids=self._known(tokens), position_ids=positions, use_cache=False
         )[0]
         shifted = [hidden.roll(-depth, 1)[where] for depth in range(1, depths + 1)]

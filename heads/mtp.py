@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .core import device_of, output_layer
+from .core import decoder_of, device_of, output_layer
 from .declared.fields import VocabularyFields
 from .drafter import DrafterConfig
 from .eagle import Eagle
@@ -145,7 +145,7 @@ class Mtp(Eagle):
         if (scale := norm_scale(self.target)) is not None:
             divisor = scale.abs().clamp(min=1e-3 * scale.abs().max()).copysign(scale)
             self.hnorm.weight.copy_(scale.square().mean().sqrt() / divisor)
-            norm = last_norm(self.target.get_decoder())
+            norm = last_norm(decoder_of(self.target))
             last_norm(self.model).load_state_dict(norm.state_dict())
 
     def _take(self, shipped: dict[str, Tensor]) -> None:

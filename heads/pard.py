@@ -21,7 +21,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .core import FINAL, AttentionWindows, OptionError
+from .core import FINAL, AttentionWindows, OptionError, decoder_of
 from .declared.pard import AT_ONCE, PARALLEL
 from .draft_model import DraftModel, DraftModelConfig
 from .drafter import Step, entries_at, from_last_true, last_true
@@ -238,7 +238,7 @@ class Pard(DraftModel):
         read = self._dropped(torch.cat([read, entries_at(features, blocks.start)], 1))  # [B, S, F]
         masks = torch.full_like(blocks.start, self._mask_token)
         inputs = self._model_inputs(torch.cat([tokens, masks], 1), read)
-        decoder, mask = self.model.get_decoder(), self._attention_mask(blocks)
+        decoder, mask = decoder_of(self.model), self._attention_mask(blocks)
         with attention_for(decoder, mask):
             hidden = decoder(
                 **inputs, attention_mask=mask, position_ids=blocks.positions, use_cache=False
@@ -254,7 +254,7 @@ class Pard(DraftModel):
         return features * kept
 
     def _attention_mask(self, blocks: MaskBlocks) -> Any:
-        decoder = self.model.get_decoder()
+        decoder = decoder_of(self.model)
         found: Any = blocks.attention(AttentionWindows.of(decoder), **self._mask_options)
         if decoder.config._attn_implementation != "eager":
             return found

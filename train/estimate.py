@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
-from headstart.heads.core import LayerShape, load_pretrained
+from headstart.heads.core import LayerShape, decoder_of, load_pretrained
 from headstart.heads.core.layer_sizes import inner_size, layer_configs
 from headstart.heads.parts.adapted_layers import is_adapted
 from headstart.heads.parts.own_layers import attending_layers
@@ -158,7 +158,7 @@ class _Arithmetic:
         self.text: Any = target.config.get_text_config(decoder=True)
         self.model, self.target = target, parameters_of(target)
         self.weight_bytes = weight_bytes(target, recipe.target.dtype)
-        named = target.get_decoder().named_modules()
+        named = decoder_of(target).named_modules()
         self.matrices = {name: size for name, m in named if (size := matrix_shape(m))}
         self.layers = sum(inputs * outputs for inputs, outputs in self.matrices.values())
         self.trained = parameters_of(drafter) if drafter.trainable else 0

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import FINAL, Drafter
-from headstart.heads.core import LayerShape, probe_layers
+from headstart.heads.core import LayerShape, decoder_of, probe_layers
 from headstart.heads.core.layer_sizes import layer_configs
 from headstart.heads.parts.own_layers import recurrent_layers
 
@@ -56,7 +56,7 @@ def weight_bytes(target: PreTrainedModel, dtype: str) -> float:
     weights = parameters_of(target)
     if dtype == "4bit":
         # By their sizes, since quantized weights are packed and sharded ones empty.
-        shapes = filter(None, map(matrix_shape, target.get_decoder().modules()))
+        shapes = filter(None, map(matrix_shape, decoder_of(target).modules()))
         layers = sum(inputs * outputs for inputs, outputs in shapes)
         return layers * _NF4 + (weights - layers) * 2
     return float(weights * _itemsize(target, dtype))

@@ -22,10 +22,22 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _Found = TypeVar("_Found")
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal language model that leaves its final hidden states.
+
+    Of a few models `get_decoder` gives another one: Llama 4 itself, and ModernBERT's output layer.
+    """
+    decoder = cast(PreTrainedModel, model.get_decoder())
+    if isinstance(decoder, PreTrainedModel) and decoder is not model:
+        return decoder
+    inner = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else decoder
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers of a causal language model."""
     wanted = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.get_decoder().modules():
+    for module in decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise UnsupportedTarget(
@@ -63,7 +75,7 @@ class FeatureTap(AbstractContextManager):
         stack = list(decoder_layers(model)) if deep else list[nn.Module]()
         for layer in set(layers):
             if layer == FINAL:
-                hook = model.get_decoder().register_forward_hook(self._keep_output)
+                hook = decoder_of(model).register_forward_hook(self._keep_output)
             elif 0 <= layer < len(stack):
                 keep = partial(self._keep_input, layer)
                 hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
@@ -142,7 +154,7 @@ def capture(model: PreTrainedModel, layers: Sequence[int], tokens: Tensor) -> Te
     if not layers:
         return torch.empty(*tokens.shape, 0, device=tokens.device)
     with FeatureTap(model, layers) as tap:
-        model.get_decoder()(input_ids=tokens, use_cache=False)
+        decoder_of(model)(input_ids=tokens, use_cache=False)
         return tap.take()
 
 

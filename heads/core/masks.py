@@ -16,7 +16,8 @@ from .errors import UnsupportedTarget, undrivable
 from .layer_sizes import layer_configs
 from .tree import Topology
 
-_ATTENTION = {"full_attention", "sliding_attention"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The last sees its chunk alone; texts end with the first one, see `PositionLimit`."""
 _WITHOUT_MASKS = ("linear_attention", "conv")
 """What models call the masks of recurrent layers, which are given none."""
 _RECURRENT = {*_WITHOUT_MASKS, "hybrid", "hybrid_sliding"}  # the latter attend, too

@@ -9,6 +9,7 @@ from .features import (
     OutputLayer,
     capture,
     decoder_layers,
+    decoder_of,
     finish_of_sharded,
     logit_factor,
     output_layer,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core import OptionError
+from ..core import OptionError, decoder_of
 
 _LEFT_OUT = {"falcon_h1": ["out_proj"], "nemotron_h": ["out_proj"]}
 """Linear layers that peft refuses to adapt, by model type: kernels read their weights directly."""
@@ -64,7 +64,7 @@ def left_out(target: PreTrainedModel) -> str:
 
 
 def _linear(target: PreTrainedModel) -> list[str]:
-    named = target.get_decoder().named_modules()
+    named = decoder_of(target).named_modules()
     return sorted({name.rpartition(".")[2] for name, m in named if isinstance(m, nn.Linear)})
 
 
@@ -73,7 +73,7 @@ def _has_experts(target: PreTrainedModel) -> bool:
     return any(
         (name.endswith(".experts") or "Experts" in type(module).__name__)
         and next(module.parameters(recurse=False), None) is not None
-        for name, module in target.get_decoder().named_modules()
+        for name, module in decoder_of(target).named_modules()
     )
 
 

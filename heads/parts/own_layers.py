@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..core import LayerShape, OptionError, decoder_layers, weight_of
+from ..core import LayerShape, OptionError, decoder_layers, decoder_of, weight_of
 from ..core.errors import brief
 from ..core.layer_sizes import inner_size, layer_configs
 from ..core.masks import KEEPS_NOTHING
@@ -194,7 +194,7 @@ def norm_scale(target: PreTrainedModel) -> Tensor | None:
 
     None where the target has no such norm.
     """
-    norm = last_norm(target.get_decoder())
+    norm = last_norm(decoder_of(target))
     return None if norm is None else scale_of(norm)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
-from ..core import OptionError, decoder_layers, device_of
+from ..core import OptionError, decoder_layers, decoder_of, device_of
 
 
 def storing_layers(target: PreTrainedModel) -> dict[str, int]:
@@ -39,7 +39,7 @@ class SharedKeys:
 
     def __init__(self, target: PreTrainedModel, kind: str):
         layer: Any = decoder_layers(target)[storing_layers(target)[kind]]
-        decoder: Any = target.get_decoder()
+        decoder: Any = decoder_of(target)
         self.kind, self.norm, self.attention = kind, layer.input_layernorm, layer.self_attn
         self.rotary = decoder.rotary_emb
 

@@ -155,6 +155,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "llama4": family(  # layers that see a chunk of the text, and some without positions
+        tf.Llama4ForCausalLM,
+        tf.Llama4TextConfig,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        num_hidden_layers=3,
+        no_rope_layers=[1, 0, 1],
+        moe_layers=[1],
+        attention_chunk_size=60,
+    ),
     "gpt-oss": family(  # a learned sink beside the keys
         tf.GptOssForCausalLM, tf.GptOssConfig, num_local_experts=4, num_experts_per_tok=2, **MIXED
     ),
@@ -436,12 +446,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"openai-gpt caches no keys and values",
     ),
-    "llama4": (
-        lambda: tf.Llama4ForCausalLM(
-            tf.Llama4TextConfig(**ATTENTION, head_dim=8, num_local_experts=2)
-        ),
-        r"llama4_text .*'chunked_attention'",
-    ),
     "bloom": (
         lambda: tf.BloomForCausalLM(
             tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
@@ -532,6 +536,24 @@ def test_moving_rotary_scaling_ends_at_its_trained_length(kind: str) -> None:
     with pytest.raises(DecodingError, match=f"used all {trained} positions") as caught:
         speculator.generate(ids, attention_mask=mask, **options(new + 8))
     one_line(caught.value)
+
+
+@pytest.mark.parametrize(("chunk", "scale", "last"), [(40, 8192, 40), (60, 38, 37)])
+def test_texts_of_layers_with_chunks_end_with_the_first(chunk: int, scale: int, last: int) -> None:
+    """Or where queries of layers without positions begin to be scaled by their place."""
+    sizes: dict[str, Any] = {"attention_chunk_size": chunk, "floor_scale": scale}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = config_of(tf.Llama4TextConfig, num_local_experts=2, no_rope_layers=[1, 0], **sizes)
+        model: Any = tf.Llama4ForCausalLM(config).double().eval()
+    ids, mask = prompts(LENGTHS)
+    new = last - max(LENGTHS) + 1  # the last token written is not read
+    expected = model.generate(ids, attention_mask=mask, **options(new))[:, ids.shape[1] :]
+    speculator = Speculator(model, make("cached", model, expected), tree=TREE)
+    out = speculator.generate(ids, attention_mask=mask, **options(new))[:, ids.shape[1] :]
+    assert torch.equal(out, expected)
+    with pytest.raises(DecodingError, match=f"used all {last} positions"):
+        speculator.generate(ids, attention_mask=mask, **options(new + 8))
 
 
 def test_rotary_positions_go_on_past_the_trained_length() -> None:

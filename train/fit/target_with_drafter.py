@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
-from headstart.heads.core import FeatureTap
+from headstart.heads.core import FeatureTap, decoder_of
 from headstart.heads.families import with_article
 from headstart.infer.measure.progress import progress_bar
 
@@ -201,7 +201,7 @@ class TargetWithDrafter(nn.Module):
         device, shape, packed = tokens.device, tokens.shape, {}
         if self.tap is None:
             return torch.empty(*shape, 0, device=device)
-        decoder = self.target.get_decoder()
+        decoder = decoder_of(self.target)
         if positions is not None:
             one = "flash" in str(decoder.config._attn_implementation)
             tokens, positions = (x.view(1, -1) if one else x for x in (tokens, positions))

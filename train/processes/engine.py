@@ -23,6 +23,7 @@ from transformers.integrations import deepspeed as integration
 from headstart.heads import OptionError
 from headstart.heads.core import (
     decoder_layers,
+    decoder_of,
     gathered,
     in_shards,
     load_pretrained,
@@ -180,7 +181,7 @@ def weights_are_sharded() -> bool:
 
 def ends_of(target: PreTrainedModel) -> list[Any]:
     """A target's modules outside of its layers: embedding, output layer, and norms."""
-    decoder: Any = target.get_decoder()
+    decoder: Any = decoder_of(target)
     inside = {id(module) for module in decoder_layers(target).modules()}
     parts = [part for part in decoder.modules() if part is not decoder and id(part) not in inside]
     own = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
