@@ -135,6 +135,10 @@ def small_model(kind: str) -> Any:
 
 
 def _made(config: Any) -> Any:
+    with torch.device("meta"):
+        sizes = [weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters()]
+    if (count := sum(sizes)) > _MOST:
+        raise RuntimeError(f"{count:,} parameters, too many")
     torch.manual_seed(0)
     try:  # grouped products know no float64
         model = AutoModelForCausalLM.from_config(
@@ -142,8 +146,6 @@ def _made(config: Any) -> Any:
         )
     except (TypeError, ValueError):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    if (count := sum(weight.numel() for weight in model.parameters())) > _MOST:
-        raise RuntimeError(f"{count:,} parameters, too many")
     return model.eval()
 
 
