@@ -35,6 +35,7 @@ from headstart.heads.core import brief
 from headstart.infer import Speculator
 
 SAME, DIFFERS, REFUSED, NOT_MADE = "same text", "differs", "refused", "not made"
+ALONE = "same text; where it is padded, that of `generate` without padding"
 FAILED = "failed"  # an error that names no reason of headstart's own, or no answer in time
 
 FAMILIES = ("lookup", "medusa", "eagle", "eagle3", "mtp", "draft_model", "dflash")
@@ -166,7 +167,7 @@ def try_type(kind: str) -> dict[str, Any]:
         return {"type": kind, "status": REFUSED, "error": str(error)}
     found = {name: _with_drafter(name, model) for name in FAMILIES}
     wrong = [status for status in (plain, *found.values()) if status.startswith((DIFFERS, FAILED))]
-    return {"type": kind, "status": wrong[0] if wrong else SAME, "drafters": found}
+    return {"type": kind, "status": wrong[0] if wrong else plain, "drafters": found}
 
 
 def _with_drafter(name: str, model: Any) -> str:
@@ -195,8 +196,12 @@ def _compared(speculator: Speculator) -> str:
     if not torch.equal(speculator.generate(ids[:1], **options), one):
         return DIFFERS
     both = model.generate(ids, attention_mask=mask, **options)
-    same = torch.equal(speculator.generate(ids, attention_mask=mask, **options), both)
-    return SAME if same else f"{DIFFERS} where it is padded"
+    ours = speculator.generate(ids, attention_mask=mask, **options)
+    if torch.equal(ours, both):
+        return SAME
+    alone = model.generate(ids[1:, 5:], **options)[:, -_NEW:]
+    same = torch.equal(ours[:1], one) and torch.equal(ours[1:, -_NEW:], alone)
+    return ALONE if same else f"{DIFFERS} where it is padded"
 
 
 def _answer(kind: str, end: Connection) -> None:
