@@ -314,6 +314,10 @@ def check_prompts(path: str | Path) -> None:
     path = Path(path)
     if path.suffix and not path.exists() and not glob.has_magic(str(path)):
         raise UsageError(f"no prompts at {path}: no such file; expected {PROMPTS}")
+    if (held_out := path / "corpus" / "held_out.jsonl").is_file():
+        raise UsageError(
+            f"{path} is the folder of a run; expected its held-out prompts, {held_out}"
+        )
 
 
 def read_documents(options: argparse.Namespace) -> list[Any]:

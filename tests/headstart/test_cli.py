@@ -634,6 +634,10 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["bench", "--target", "t"], "--prompts"),
         (["bench", "--target", "t", "--prompts", "none.txt"], "no such file; expected text"),
         (["plan", "--drafter", "t", "--prompts", "none.jsonl"], "no such file; expected text"),
+        (
+            ["bench", "--target", "t", "--prompts", "run"],
+            "expected its held-out prompts, run/corpus",
+        ),
         (["bench", "--target", "t", "--prompts", "empty.txt"], "empty.txt: no prompts found"),
         (["bench", "--target", "t", "--prompts", "latin.txt"], "latin.txt line 1: not UTF-8"),
         (["bench", "--target", "t", "--prompts", "bad.jsonl"], "bad.jsonl line 2: not valid JSON"),
@@ -656,6 +660,8 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "run" / "corpus").mkdir(parents=True)
+    (tmp_path / "run" / "corpus" / "held_out.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     assert main(arguments) == 2
     printed = capsys.readouterr()
