@@ -185,6 +185,8 @@ def scale_of(norm: nn.Module) -> Tensor:
 
 def added_to_scale(norm: nn.Module) -> Tensor:
     """What a norm adds to the scale that it stores: 1 in some kinds of norms, else 0."""
+    if getattr(norm, "weight", None) is None:
+        return torch.zeros(())
     weight: Any = norm.weight
     return (scale_of(norm) - weight).mean().round()
 
@@ -192,10 +194,10 @@ def added_to_scale(norm: nn.Module) -> Tensor:
 def norm_scale(target: PreTrainedModel) -> Tensor | None:
     """What a target's last norm multiplies by, [D], for a norm of a drafter to start with.
 
-    None where the target has no such norm.
+    None where the target has no such norm, or one that stores nothing (OLMo, NanoChat).
     """
     norm = last_norm(decoder_of(target))
-    return None if norm is None else scale_of(norm)
+    return None if getattr(norm, "weight", None) is None else scale_of(norm)
 
 
 def last_norm(decoder: nn.Module) -> Any:

@@ -145,3 +145,14 @@ def test_estimates_and_trials_know_each_layer() -> None:
     tf.Gemma4ForCausalLM(small)
     keep_layers(whole, [4, 5])
     assert [each.head_dim for each in layer_configs(whole)] == [256, 512]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "mtp"])
+def test_a_last_norm_that_stores_nothing(name: str) -> None:
+    """OLMo's: it multiplies by 1."""
+    torch.manual_seed(1)
+    target: Any = tf.OlmoForCausalLM(config_of(tf.OlmoConfig, head_dim=...)).double().eval()
+    ids, _ = prompts([9])
+    drafter = made(name, target).double()
+    expected = target.generate(ids, **GREEDY)
+    assert torch.equal(Speculator(target, drafter).generate(ids, **GREEDY), expected)

@@ -309,6 +309,6 @@ def test_a_table_of_positions_has_a_limit() -> None:
 
 def test_an_unknown_layer_type_is_refused() -> None:
     model = tf.LlamaForCausalLM(CONFIGS["llama"]())
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedTarget, match=r"llama has layers of type 'chunked_attention'"):
+    model.config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(UnsupportedTarget, match=r"llama has layers of type 'indexed_attention'"):
         AttentionWindows.of(model)
