@@ -129,7 +129,7 @@ def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:
         ({"messages": "hi"}, "messages is 'hi'"),
         ({"messages": [{"role": "system", "content": "x"}]}, "template refuses this chat: no sys"),
         ({"chat_template_kwargs": "x"}, "expected an object"),
-        ({"logit_bias": {"99999": 1}}, "vocab"),
+        ({"logit_bias": {"99999": 1}}, "is not among the target's"),
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "shorten it"),
         ({"generation_config": '{"num_beams": 3}'}, "beam"),
         ({"generation_config": "{bad"}, "generation_config is"),
