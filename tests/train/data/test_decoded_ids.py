@@ -109,10 +109,11 @@ def test_parts_of_text_are_joined_and_others_refused() -> None:
 def test_held_out_prompts_are_those_that_were_decoded() -> None:
     tokenizer = chat_tokenizer(CHATML, END)
     documents = [
-        Document.chat(str(n), MORE) if n % 2 else parse_row(
-            {"messages": MORE, "prompt_token_ids": [n, 1], "token_ids": [2]}, str(n)
+        Document.chat(str(n), own) if n % 2 else parse_row(
+            {"messages": own, "prompt_token_ids": [n, 1], "token_ids": [2]}, str(n)
         )
         for n in range(12)
+        for own in [[*CHAT, {"role": "user", "content": "why?" * (n + 1)}, MORE[-1]]]
     ]  # fmt: skip
     how = {"count": 6, "tokens": 400, "prefix": "prompt"}
     decoded = held_out_prompts(tokenizer, documents, **how, decoded=True)
