@@ -345,11 +345,11 @@ class PositionLimit(NamedTuple):
         longest: Any = getattr(config, "max_position_embeddings", None)
         if kept := getattr(config, "keep_window_size", None):
             return cls(kept, "beyond them its attention drops the tokens that it weighs least")
-        if chunk := getattr(config, "attention_chunk_size", None):
-            # Of Llama 4, whose other layers scale queries by their place from `floor_scale` on.
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            # Llama 4's, whose other layers scale queries by their place from `floor_scale` on.
             scaled = getattr(config, "attn_temperature_tuning", False)
-            positions = min(chunk, config.floor_scale - 1) if scaled else chunk
-            return cls(positions, "beyond them some of its layers see a chunk of the text alone")
+            ends = [config.attention_chunk_size, *([config.floor_scale - 1] if scaled else [])]
+            return cls(min(ends), "beyond them some of its layers see a chunk of the text alone")
         parameters = getattr(config, "rope_parameters", None) or {}
         nested = [value for value in parameters.values() if isinstance(value, dict)]
         for entry in nested or [parameters]:
