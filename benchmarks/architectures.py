@@ -44,9 +44,9 @@ _VOCABULARY, _LAYERS = 97, 3
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size"), 32
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size",
+         "word_embed_proj_dim"), 32
     ),
-    **dict.fromkeys(("word_embed_proj_dim",), 32),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size",
          "encoder_ffn_dim", "decoder_ffn_dim"), 48

@@ -18,7 +18,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -244,9 +243,7 @@ class Stream:
         target, device = speculator.target, speculator.device
         rule = choose_rule(speculator.rule, heat > 0)
         seeds = torch.zeros(batch, dtype=torch.long, device=device) if heat else None
-        embedding: Any = target.model.get_input_embeddings()
-        config = target.model.config.get_text_config()
-        vocabulary = max(embedding.weight.shape[0], config.vocab_size)
+        vocabulary = target.vocabulary
         processors = manner.processors
         if processors is None:
             processors = processors_by_row(

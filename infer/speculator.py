@@ -303,8 +303,7 @@ class Speculator(DecodingMethod):
         if device_and_dtype(self.model) != self._place:
             self.drafters.bind(self.model)  # which refuses one that was left on another device
             self._set_up(self.model)
-        embedding: Any = self.model.get_input_embeddings()
-        vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
+        vocab = self.target.vocabulary
         mask = read_inputs(input_ids, model_kwargs, vocab)
         ending = Ending.of(stopping_criteria, config, input_ids.shape[1])
         sampling = read_sampling(config, logits_processor, seed, input_ids, vocab)

@@ -1,13 +1,18 @@
 """Prompts decoded one after another in the rows of one batch, as training text is."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+)
 from transformers.generation import logits_process as hf
 
 from headstart.heads import OptionError
+from headstart.heads.core import end_tokens
 
 from .continuous import Stream
 from .prompts import Manner, Prompt
@@ -45,9 +50,9 @@ def decode_stream(
         OptionError: a prompt is empty, or too long.
         DecodingError: the target's logits are NaN, or there is no memory even for one prompt.
     """
-    config: Any = speculator.model.generation_config
-    processors = stream_processors(config, temperature, speculator.device)
-    manner = Manner(tuple(_ends(config)), temperature, processors)
+    model = speculator.model
+    processors = stream_processors(model, temperature, speculator.device)
+    manner = Manner(tuple(sorted(end_tokens(model))), temperature, processors)
     stream = Stream(speculator, manner, batch, longest)
     while True:
         # A few at a time, so that prompts rarely run alone.
@@ -66,30 +71,24 @@ def decode_stream(
 
 
 def stream_processors(
-    config: GenerationConfig | None, temperature: float, device: torch.device
+    model: PreTrainedModel, temperature: float, device: torch.device
 ) -> LogitsProcessorList:
     """The processors of a stream's texts, in the order of `generate`: the temperature, and before
-    it the repetition penalty, `no_repeat_ngram_size`, `min_length` and `suppress_tokens` of a
+    it the repetition penalty, `no_repeat_ngram_size`, `min_length` and `suppress_tokens` of the
     target's generation config.
     """
-    found, asked = LogitsProcessorList(), vars(config or GenerationConfig())
+    found, asked = LogitsProcessorList(), vars(model.generation_config or GenerationConfig())
     if (penalty := asked.get("repetition_penalty")) not in (None, 1.0):
         found.append(hf.RepetitionPenaltyLogitsProcessor(penalty))
     if size := asked.get("no_repeat_ngram_size"):
         found.append(hf.NoRepeatNGramLogitsProcessor(size))
-    if (least := asked.get("min_length")) and (ends := _ends(config)):
+    if (least := asked.get("min_length")) and (ends := sorted(end_tokens(model))):
         found.append(hf.MinLengthLogitsProcessor(least, ends, device=str(device)))
     if tokens := asked.get("suppress_tokens"):
         found.append(hf.SuppressTokensLogitsProcessor(tokens, device=str(device)))
     if temperature not in (0.0, 1.0):
         found.append(TemperatureLogitsWarper(temperature))
     return found
-
-
-def _ends(config: Any) -> list[int]:
-    """The end tokens of a generation config."""
-    eos = config.eos_token_id
-    return torch.as_tensor([] if eos is None else eos).flatten().tolist()
 
 
 def _take(next_prompt: Callable[[], Prompt | None], count: int) -> Iterator[Prompt]:

@@ -183,6 +183,12 @@ class Target:
         return device_of(self.model)
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids there are, by the embedding or the config, whichever has more."""
+        embedding: Any = self.model.get_input_embeddings()
+        return max(embedding.weight.shape[0], self.model.config.get_text_config().vocab_size)
+
+    @property
     def forwards(self) -> str:
         """What forwards run by, as reports name it, such as `kernels`; `torch` for nothing else."""
         if self._run:

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
 from ..core import OptionError, decoder_layers, decoder_of, device_of
+from ..core.layer_sizes import layer_configs
 
 
 def storing_layers(target: PreTrainedModel) -> dict[str, int]:
@@ -30,7 +31,7 @@ def storing_layers(target: PreTrainedModel) -> dict[str, int]:
 def head_sizes(target: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """By type of attention how many heads these keys and values have, and their size."""
     text: Any = target.config.get_text_config(decoder=True)
-    layers = {kind: text.per_layer_config[n] for kind, n in storing_layers(target).items()}
+    layers = {kind: layer_configs(text)[n] for kind, n in storing_layers(target).items()}
     return {kind: (one.num_key_value_heads, one.head_dim) for kind, one in layers.items()}
 
 

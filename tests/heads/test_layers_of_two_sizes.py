@@ -16,28 +16,22 @@ from headstart.infer import Speculator
 from headstart.train.sizes import cache_bytes
 from headstart.train.smoke import shrunk, tiny_tokenizer
 from tests.support.drafters import made
+from tests.support.gemma4 import target
 from tests.support.tiny import VOCAB, config_of, one_line, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 
-@cache
 def gemma4() -> Any:
     """Five layers: heads of 8 in the first and third, of 16 in the others; the last two read the
     keys of the second; and embeddings for each layer."""
-    torch.manual_seed(1)
-    config = config_of(
-        tf.Gemma4TextConfig,
+    return target(
         num_hidden_layers=5,
         layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
         sliding_window=9,
-        global_head_dim=16,
-        num_kv_shared_layers=2,
         hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB,
         initializer_range=0.2,
     )
-    return tf.Gemma4ForCausalLM(config).double().eval()
 
 
 @cache

@@ -169,7 +169,7 @@ def second_best(
     places = torch.tensor(row.supervised, device=model.device).nonzero().flatten()
     places = places[places > 0]
     logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float()
-    processors = stream_processors(model.generation_config, temperature, tokens.device)
+    processors = stream_processors(model, temperature, tokens.device)
     sampling = Sampling(None, processors)
     vocabulary, gaps = logits.shape[1], []
     for part in torch.arange(len(places)).split(max(_NUMBERS // vocabulary, 1)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headstart.heads.core import row_seeds
+from headstart.heads.core import end_tokens, row_seeds
 from headstart.infer.prompts import Prompt
 from headstart.infer.stream import LEFT_OUT, decode_stream
 
@@ -93,14 +93,13 @@ class ReplayWriter:
         self.documents, self.units = documents, examples
         self._order, self.skipped = order
         config: Any = drafting.model.generation_config
-        eos = config.eos_token_id
         if left := [name for name in LEFT_OUT if getattr(config, name, None)]:
             logger.warning(
                 "distill: answers are written without the %s of the target's generation config, "
                 "which `generate` applies, also in validation; drafts fit best where you decode "
                 "without it too", " and the ".join(left),
             )  # fmt: skip
-        self._ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
+        self._ends = end_tokens(drafting.model)
         self._seeds = row_seeds(seed, examples).tolist()
 
     def choose(self) -> None:
