@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .checkpoint import Found
-from .core import AttentionWindows, OptionError, OutputLayer, weight_of
+from .core import CACHE, AttentionWindows, OptionError, OutputLayer, weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.block_layers import BlockConvolution, ConvolvedLayer
@@ -364,7 +364,7 @@ class DFlash(TokenConditioned):
         cache = DynamicCache()
         cache.update(keys, values, number)
         with attention_for(self.model, how["attention_mask"]):
-            return self.model.layers[number](hidden, past_key_values=cache, **how)
+            return self.model.layers[number](hidden, **{CACHE: cache}, **how)
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.independent:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from .checkpoint import Found
-from .core import AttentionWindows, output_rows
+from .core import CACHE, AttentionWindows, output_rows
 from .declared.eagle import EagleFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
@@ -239,7 +239,7 @@ class Eagle(TokenConditioned):
     ) -> Tensor:
         with attention_for(self.model, mask):
             found = self.model(
-                inputs_embeds=self._pairs(tokens, hidden), past_key_values=cache, use_cache=True,
+                inputs_embeds=self._pairs(tokens, hidden), **{CACHE: cache}, use_cache=True,
                 position_ids=positions, attention_mask=mask,
             )  # fmt: skip
         return self._left(found)

@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from headstart.heads import OptionError, Sampling
-from headstart.heads.core import STATEFUL, Biased, counted, device_and_dtype, row_seeds
+from headstart.heads.core import CACHE, STATEFUL, Biased, counted, device_and_dtype, row_seeds
 
 _OTHER_METHODS = {
     "constraints": "constrained beam search",
@@ -39,7 +39,7 @@ _OTHER_METHODS = {
 }
 """Options that ask for another decoding method, in the order in which `generate` decides."""
 
-_INPUTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_INPUTS = {"attention_mask", "position_ids", CACHE, "logits_to_keep", "use_cache"}
 _INPUTS |= {"output_attentions", "output_hidden_states"}
 """Model inputs that are honoured, or never change the text."""
 
@@ -275,13 +275,12 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
                 f"{what} was given, but a token tree is run with token ids and positions alone; "
                 "leave it out."
             )
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     if cache is not None and (
         getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0
     ):
         raise OptionError(
-            "past_key_values was given; the speculator keeps its own cache: pass the whole prompt "
-            "instead."
+            f"{CACHE} was given; the speculator keeps its own cache: pass the whole prompt instead."
         )
     mask = inputs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device, torch.long)

@@ -146,7 +146,7 @@ class _AttentionAndState(RecurrentLayer, _Layer):
 class SlabCache(Cache):
     """Keys and values of all layers in one slab per device, dtype and shape.
 
-    After `set_slots` any model of transformers runs with it as `past_key_values`.
+    After `set_slots` any model of transformers runs with it as its cache.
 
     Attributes:
         batch, capacity: B rows of S slots.

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from . import masks
 from .cache import SlabCache
+from .cache_name import CACHE
 from .few_rows import few_rows
 from .masks import AttentionWindows
 from .packing import runs_packed
@@ -99,7 +100,7 @@ def tree_run(
         with tree_attention_on(slab):
             return (run or model)(**inputs, **driving, use_cache=False)
     with attending(model, windows):
-        return model(**inputs, **driving, past_key_values=slab, use_cache=True)
+        return model(**inputs, **driving, **{CACHE: slab}, use_cache=True)
 
 
 def attending(model: PreTrainedModel, windows: AttentionWindows) -> AbstractContextManager[None]:
@@ -157,4 +158,5 @@ def causal_run(
         slab.recurrent.run_prompts(kept)
     knows = "logits_to_keep" in inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": keep} if knows else {}
-    return model(**inputs, position_ids=positions, past_key_values=slab, use_cache=True, **options)
+    options[CACHE] = slab
+    return model(**inputs, position_ids=positions, use_cache=True, **options)

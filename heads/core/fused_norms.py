@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cache_name import CACHE
 from .fused_writes import kernels_for
 from .trial import nearly_equal, random_numbers
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")  # as transformers calls them
 _PARTS = {*LAYER_NORMS, "self_attn", "mlp"}
 _GIVEN = (
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "more",
+    "attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings", "more",
 )  # fmt: skip
 
 

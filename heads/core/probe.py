@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 from .cache import SLOT_STEP, LayerShape, SlabCache
+from .cache_name import CACHE
 from .errors import MALFORMED, OptionError, UnsupportedTarget, brief, undrivable
 from .features import eval_mode
 from .forward import prefill_forward, tree_forward
@@ -67,7 +68,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     with eval_mode(model):
         token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
         try:
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            model(input_ids=token, **{CACHE: cache}, use_cache=True)
         except torch.OutOfMemoryError:
             raise
         except MALFORMED as error:
@@ -289,9 +290,8 @@ def check_fused(
     def logits(slab: SlabCache) -> Tensor:
         slots = torch.arange(8, device=ids.device).expand(2, -1)
         slab.set_slots(slots, 8)
-        return model(
-            input_ids=ids, position_ids=slots, past_key_values=slab, use_cache=True
-        ).logits.float()
+        found = model(input_ids=ids, position_ids=slots, **{CACHE: slab}, use_cache=True)
+        return found.logits.float()
 
     with eval_mode(model):
         plain = logits(SlabCache(shapes, 2, SLOT_STEP))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import LayerShape, SlabCache
+from .cache_name import CACHE
 from .cpu_compile import kernels
 from .cpu_kernels import MOST_ROWS, CpuLinear, attention_of, plain
 from .few_rows import attends_in_few_rows
@@ -174,7 +175,6 @@ class WholeLayers:
         self,
         states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         position_embeddings: Any = None,
         packed: bytes | None = None,
         **options: Any,
@@ -184,15 +184,16 @@ class WholeLayers:
         Args:
             packed: what the method `packed` gives; asked for when None.
         """
-        if not isinstance(past_key_values, SlabCache) or position_embeddings is None:
+        cache = options.pop(CACHE, None)
+        if not isinstance(cache, SlabCache) or position_embeddings is None:
             return None
         first = self.layers[0]
         if not _KNOWN.issuperset(options) or first.attention.config._attn_implementation != "sdpa":
             return None
-        key, value, slots, start = past_key_values.places(first.attention.layer_idx)
+        key, value, slots, start = cache.places(first.attention.layer_idx)
         if not self._fits(states, attention_mask, position_embeddings, key):
             return None
-        if packed is None and (packed := self.packed(past_key_values)) is None:
+        if packed is None and (packed := self.packed(cache)) is None:
             return None
         (batch, nodes), (size, scale) = states.shape[:2], first.sizes
         width = first.products[3].out_features  # half of what a layer with a second norm reads
@@ -326,10 +327,10 @@ def _is_as_exact(whole: WholeLayers) -> bool:
             found[name] = way(
                 states.to(own).to(dtype),
                 attention_mask=later.to(dtype) if nodes > 1 else None,
-                past_key_values=caches[name],
                 position_embeddings=tuple(
                     each.to(own).to(dtype) for each in (angles.cos(), angles.sin())
                 ),
+                **{CACHE: caches[name]},
             )
             if found[name] is None:
                 return False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache import LayerShape, SlabCache
+from .cache_name import CACHE
 from .cpu_kernels import MOST_ROWS
 from .few_rows import few_rows
 from .trial import nearly_equal
@@ -51,14 +52,14 @@ class WholeModel:
         inputs_embeds: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> BaseModelOutputWithPast | None:
         """What the model returns; None where this does not fit."""
-        if position_ids is None or not isinstance(past_key_values, SlabCache):
+        cache = options.pop(CACHE, None)
+        if position_ids is None or not isinstance(cache, SlabCache):
             return None
         # Before anything is computed.
-        if position_ids.numel() > MOST_ROWS or not (packed := self.layers.packed(past_key_values)):
+        if position_ids.numel() > MOST_ROWS or not (packed := self.layers.packed(cache)):
             return None
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask.get(self._kind)
@@ -68,13 +69,14 @@ class WholeModel:
         found = self.layers.run(
             states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_embeddings=self._angles(states, position_ids, past_key_values.capacity),
+            position_embeddings=self._angles(states, position_ids, cache.capacity),
             packed=packed,
+            **{CACHE: cache},
         )
         if found is None:
             return None
-        return BaseModelOutputWithPast(last_hidden_state=found, past_key_values=past_key_values)
+        returned: dict[str, Any] = {CACHE: cache}
+        return BaseModelOutputWithPast(last_hidden_state=found, **returned)
 
     def _angles(self, states: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, N, D] of positions [B, N], which are below a cache's capacity.
@@ -127,7 +129,7 @@ def _is_the_same(model: Any, whole: WholeModel) -> bool:
         "inputs_embeds": torch.randn(1, 2, weight.shape[1], generator=draws).to(weight.dtype),
         "attention_mask": torch.ones(2, 64).triu(1).mul(-1e9).to(weight.dtype)[None, None],
         "position_ids": torch.arange(2).unsqueeze(0),
-        "past_key_values": cache,
+        CACHE: cache,
         "use_cache": True,
     }
     cache.set_slots(range(2), 64)

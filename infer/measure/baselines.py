@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.heads.core import CACHE
+
 from ..speculator import Speculator
 from ..stats import Stats
 from .progress import with_progress
@@ -96,10 +98,10 @@ def timed_bare_loop(model: PreTrainedModel, new_tokens: int) -> TimedDecode:
         assert mask is None or bool(mask.all()), "one prompt, without padding"
         watch = Stopwatch(ids.device)
         begin, cache = watch.mark(), DynamicCache(config=model.config)
-        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(ids, **{CACHE: cache}).logits[:, -1:].argmax(-1)
         prefill, text = watch.between(begin, first := watch.mark()), [ids, token]
         for _ in range(new_tokens - 1):
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
             text.append(token)
         return Timed(torch.cat(text, 1), prefill, watch.between(first, watch.mark()))
 

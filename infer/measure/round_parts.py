@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.core import attending, offloaded, run_streamed
+from headstart.heads.core import CACHE, attending, offloaded, run_streamed
 
 from ..speculator import Speculator
 from .timing import Stopwatch
@@ -69,7 +69,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
         def record(*args: Any, **kwargs: Any) -> Any:
             # A count of 0, in place of `begin`'s own: the drafter's cache does not grow in replays.
             still = [torch.zeros_like(args[3])] if function.__name__ == "begin" else args[3:]
-            states = getattr(kwargs.get("past_key_values"), "recurrent", None)
+            states = getattr(kwargs.get(CACHE), "recurrent", None)
             calls.append((function, (*args[:3], *still), kwargs, states and states.tree))
             return function(*args, **kwargs)
 
@@ -100,7 +100,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
     with torch.no_grad():
         for function, args, kwargs, tree in calls[1:]:
             call = functools.partial(function, *args, **kwargs)
-            if (slab := kwargs.get("past_key_values")) is not None:
+            if (slab := kwargs.get(CACHE)) is not None:
                 root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
                 masks = kwargs.get("attention_mask")  # a lone node has none
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks

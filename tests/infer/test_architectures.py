@@ -11,7 +11,7 @@ import transformers as tf
 from torch import Tensor
 
 from headstart.heads import DecodingError, UnsupportedTarget
-from headstart.heads.core import masks
+from headstart.heads.core import CACHE, masks
 from headstart.infer import Speculator, Target, target
 from tests.support.recurrent import RECURRENT
 from tests.support.scripted import make
@@ -351,7 +351,7 @@ class Deaf(tf.LlamaForCausalLM):
     ignored = "attention_mask"
 
     def forward(self, *args, **kwargs):
-        if kwargs.get("past_key_values") is not None:
+        if kwargs.get(CACHE) is not None:
             kwargs[self.ignored] = None
         return super().forward(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from headstart.heads import Step
-from headstart.heads.core import masks
+from headstart.heads.core import CACHE, masks
 from headstart.infer import Decoding, Speculator, target
 from tests.support.scripted import Heads, Script, Scripted, decoding_of, make, rows_of
 from tests.support.tiny import CONFIGS, VOCAB, letters, prompts, tiny
@@ -274,7 +274,7 @@ def cache_distance(name: str, tree: str) -> float:
             length = int(decoding.lengths[row])
             assert length == len(text) - 1  # all but the root
             fresh = DynamicCache()
-            model(torch.tensor([text[:-1]]), past_key_values=fresh)
+            model(torch.tensor([text[:-1]]), **{CACHE: fresh})
             layers: list[Any] = fresh.layers  # type: ignore[assignment]
             for index, layer in enumerate(layers):
                 for mine, true in zip(

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from headstart.heads import OptionError
+from headstart.heads.core import CACHE
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
 from headstart.infer.rules.registry import RULES
@@ -580,7 +581,7 @@ def test_several_sequences_a_prompt_with_padding() -> None:
 def cached() -> Any:
     cache = tf.DynamicCache(config=tiny("llama").config)
     with torch.no_grad():
-        tiny("llama")(inputs(1)[0][:, :3], past_key_values=cache)
+        tiny("llama")(inputs(1)[0][:, :3], **{CACHE: cache})
     return cache
 
 
@@ -628,7 +629,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
     "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, 9, 32, dtype=torch.float64)},
-    "past_key_values": {"past_key_values": cached},
+    f"{CACHE} was given": {CACHE: cached},
     "position_ids": {"position_ids": torch.arange(1, 10).unsqueeze(0)},
     "cache_implementation": {"cache_implementation": "offloaded"},
     "'offloaded_static'": {"cache_implementation": "offloaded_static"},

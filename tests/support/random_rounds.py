@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from headstart.heads import Sampling
-from headstart.heads.core import row_seeds
+from headstart.heads.core import CACHE, row_seeds
 from headstart.infer import Decoding
 from tests.support.scripted import SHAPES, decoding_of, make, rows_of
 from tests.support.tiny import VOCAB, prompts, tiny
@@ -125,7 +125,7 @@ class Run:
             if not length:
                 continue
             fresh = DynamicCache()
-            tiny(self.case.name)(torch.tensor([text[:-1]]), past_key_values=fresh)
+            tiny(self.case.name)(torch.tensor([text[:-1]]), **{CACHE: fresh})
             layers: list[Any] = fresh.layers  # type: ignore[assignment]
             for index, layer in enumerate(layers):
                 mine = self.decoding.request.target.cache.layer(index)

@@ -216,7 +216,7 @@ def test_what_a_model_changes_is_written_as_it_is(
         layer.hands_on = late
     true = SlabCache.update
 
-    def update(cache: SlabCache, key: Any, value: Any, layer: int, *args: Any) -> Any:
+    def update(cache: SlabCache, key: Any, value: Any, layer: int, *args: Any, **more: Any) -> Any:
         return true(cache, *CHANGES[change](key, value), layer, *args)
 
     monkeypatch.setattr(SlabCache, "update", update)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headstart
-from headstart.heads.core import whole_model
+from headstart.heads.core import CACHE, whole_model
 from headstart.heads.core.few_rows import few_rows
 from headstart.heads.core.whole_layer import WholeLayers
 from headstart.heads.core.whole_model import WholeModel, take_whole_models
@@ -167,7 +167,7 @@ def test_weights_that_are_moved_within_a_text_are_not_read_where_they_were() -> 
         cache.set_slots(range(9, 10), 10, 9)
         place = torch.tensor([[9]])
         with torch.no_grad(), few_rows():
-            return inner(inputs_embeds=states, position_ids=place, past_key_values=cache)[0]
+            return inner(inputs_embeds=states, position_ids=place, **{CACHE: cache})[0]
 
     before, weight = run(), inner.layers[0].mlp.down_proj.weight
     old = weight.data
@@ -195,7 +195,7 @@ def test_weights_that_do_not_fit_are_left_to_torch(what: str, ran: list[bool]) -
     whole: Any = vars(inner)["forward"].args[1].__self__
     place, states = torch.tensor([[9]]), torch.randn(1, 1, 256)
     with torch.no_grad():
-        given: dict[str, Any] = {"position_ids": place, "past_key_values": cache}
+        given: dict[str, Any] = {"position_ids": place, CACHE: cache}
         assert whole.run(inputs_embeds=states, **given) is None
     assert any(ran)
 
@@ -250,7 +250,7 @@ def test_gradients_run_through_the_models_own_loop() -> None:
     cache = ours.target.cache
     cache.set_slots(range(9, 10), 10, 9)
     angles = (torch.ones(1, 1, 64), torch.zeros(1, 1, 64))
-    given: dict[str, Any] = {"past_key_values": cache, "position_embeddings": angles}
+    given: dict[str, Any] = {CACHE: cache, "position_embeddings": angles}
     states = torch.randn(1, 1, 256)
     assert whole.run(states, **given) is None  # the weights learn
     with torch.no_grad():

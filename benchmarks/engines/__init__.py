@@ -1,0 +1,1 @@
+"""Exported drafters in the engines that they are exported to."""

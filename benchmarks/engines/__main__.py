@@ -1,0 +1,200 @@
+"""Do other engines run exported drafters as headstart does? They are asked for the same text.
+
+    headstart quickstart
+    python -m benchmarks.engines --vllm PYTHON --llama-cpp FOLDER [--only NAME]
+        [--output runs/engines/found.jsonl]
+
+PYTHON is that of an environment with vLLM; FOLDER is llama.cpp's, with `build/bin/
+llama-speculative-simple`. `.ci/engines` makes both. The quickstart's target stands in `runs/`, and
+drafters are trained on its text where they are missing, each for `--seconds`.
+
+Each drafter is exported for each engine, and the engine is started with the settings of the line
+that `headstart export` prints. Held-out prompts are continued greedily by both, here with a chain
+of as many tokens. Where the drafters compute the same, each round accepts as many drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headstart
+from headstart.heads import HeadstartError
+from headstart.heads.artifacts.export import export_drafter, formats_of
+from headstart.infer import Speculator
+
+from .drafters import DRAFTERS, Tried
+from .engines import Engine, LlamaCpp, Prompt, Vllm
+from .rounds import Agreement, Decoded, agreement, tau
+
+RUNS = Path("runs")
+TARGET = RUNS / "quickstart" / "target"
+PROMPT_TOKENS = 64
+
+
+@dataclass
+class Found:
+    """What one engine did with one drafter in one format; `reason` where it was not run."""
+
+    drafter: str
+    form: str
+    engine: str
+    line: str = ""
+    prompts: int = 0
+    same_texts: int = 0
+    compared: int = 0
+    equal: int = 0
+    tau_here: float = float("nan")
+    tau_there: float = float("nan")
+    reason: str = ""
+
+    def __str__(self) -> str:
+        start = f"{self.drafter:<34} {self.form:<12}"
+        if self.reason:
+            return f"{start} {self.reason}"
+        return (
+            f"{start} texts {self.same_texts}/{self.prompts}, rounds {self.equal}/{self.compared}, "
+            f"τ {self.tau_here:.2f} here, {self.tau_there:.2f} there"
+        )
+
+
+def main() -> int:
+    options = _arguments()
+    engines: dict[str, Engine] = {}
+    if options.vllm:
+        engines |= dict.fromkeys(("vllm", "speculators"), Vllm(options.vllm))
+    if options.llama_cpp:
+        engines["llama.cpp"] = LlamaCpp(options.llama_cpp, options.vllm or sys.executable)
+    if not engines:
+        raise SystemExit("name an engine: --vllm PYTHON, --llama-cpp FOLDER, or both.")
+    prompts = held_out(options.prompts)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for name, tried in DRAFTERS.items():
+        if options.only and name not in options.only:
+            continue
+        heads = trained(name, tried, options.seconds)
+        for form, engine in engines.items():
+            found = compare(name, heads, form, engine, prompts, options.new_tokens)
+            if found is None:
+                continue
+            print(found, flush=True)
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
+            wrong += found.equal < found.compared or found.same_texts < found.prompts
+    return wrong > 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--vllm", metavar="PYTHON", help="of an environment with vLLM")
+    add("--llama-cpp", type=Path, metavar="FOLDER", help="of llama.cpp, built")
+    add("--only", action="append", metavar="NAME", choices=DRAFTERS, help="one of the drafters")
+    add("--seconds", type=int, default=60, help="of training for a drafter that is missing")
+    add("--prompts", type=int, default=6)
+    add("--new-tokens", type=int, default=96)
+    add("--output", type=Path, default=RUNS / "engines" / "found.jsonl")
+    return parser.parse_args()
+
+
+def held_out(count: int) -> list[Prompt]:
+    """The first tokens of held-out files, where they are the text's tokens again."""
+    tokenizer = headstart.load(TARGET, compile=False).tokenizer
+    assert tokenizer is not None
+    found: list[Prompt] = []
+    with (TARGET.parent / "corpus" / "held_out.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            ids = tokenizer(json.loads(line)["text"])["input_ids"][:PROMPT_TOKENS]
+            text = str(tokenizer.decode(ids))
+            if len(ids) == PROMPT_TOKENS and tokenizer(text)["input_ids"] == ids:
+                found.append(Prompt(text, ids))
+            if len(found) == count:
+                break
+    return found
+
+
+def trained(name: str, tried: Tried, seconds: int) -> Path:
+    """The folder of a drafter, trained where it is missing."""
+    run = "engines-" + "".join(c if c.isalnum() else "-" for c in name)
+    heads = RUNS / run / "heads"
+    if not heads.exists():
+        print(f"training {name} in {RUNS / run}", file=sys.stderr, flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "headstart", "train", tried.recipe, f"name={run}",
+             "shares=quickstart", *tried.settings, f"train.max_seconds={seconds}",
+             "decode.tree=chain:4", "decode.prompts=1", "decode.sampled=null",
+             "decode.validation_prompts=2"],
+            check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    return heads
+
+
+def compare(
+    name: str, heads: Path, form: str, engine: Engine, prompts: list[Prompt], new_tokens: int
+) -> Found | None:
+    """Decode the prompts here and in an engine; None where the family has no such format."""
+    loaded = headstart.load(TARGET, heads, tree="plain")
+    drafter: Any = loaded.drafter
+    if form not in formats_of(drafter.config.family_name()):
+        return None
+    found = Found(name, form, engine.name, prompts=len(prompts))
+    folder = RUNS / "engines" / heads.parent.name / form
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        line = export_drafter(drafter, form, folder, loaded.tokenizer)
+    except HeadstartError as error:
+        found.reason = f"not exported: {error}"
+        return found
+    if line is None:
+        found.reason = "no engine reads this"
+        return found
+    found.line = line
+    try:
+        there = engine.decode(line, TARGET, folder, prompts, new_tokens, loaded.tokenizer)
+    except subprocess.CalledProcessError as error:
+        found.reason = f"failed: {engine.cause(error)}"
+        return found
+    depth = engine.depth(line)
+    here = _decode(headstart.load(TARGET, heads, tree=f"chain:{depth}"), prompts, new_tokens)
+    return _judged(found, here, there, new_tokens)
+
+
+def _decode(speculator: Speculator, prompts: list[Prompt], new_tokens: int) -> list[Decoded]:
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.tokens])
+        written = speculator.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+        assert speculator.tokenizer is not None
+        text = str(speculator.tokenizer.decode(written[0, len(prompt.tokens) :]))
+        counts = [count for count, _ in speculator.stats.rounds_of(0)]
+        found.append(Decoded(text, [1, *counts]))  # the prompt's forward writes the first token
+    return found
+
+
+def _judged(found: Found, here: list[Decoded], there: list[Decoded], new_tokens: int) -> Found:
+    pairs = list(zip(here, there, strict=True))
+    found.same_texts = sum(b.text.startswith(a.text) for a, b in pairs)
+    every: Callable[[Agreement, Agreement], Agreement] = Agreement.__add__
+    both = [agreement(a.rounds, b.rounds, new_tokens) for a, b in pairs]
+    found.equal, found.compared = reduce(every, both)
+    found.tau_here = tau([n for a, _ in pairs for n in a.rounds[1:-1]])
+    found.tau_there = tau([n for _, b in pairs for n in b.rounds[1:-1]])
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

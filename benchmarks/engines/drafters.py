@@ -1,0 +1,46 @@
+"""The drafters that are tried: each family, and the variants that an engine runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_LAYERS = "drafter.feature_layers=[1,3,5]"  # sorted, without repetition, as the engines ask
+
+
+class Tried(NamedTuple):
+    """One drafter: the recipe that trains it, and its settings."""
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+
+
+def _eagle3(*settings: str) -> Tried:
+    return Tried("eagle3", (_LAYERS, *settings))
+
+
+def _dflash(*settings: str) -> Tried:
+    return Tried("dflash", (_LAYERS, *settings))
+
+
+DRAFTERS: dict[str, Tried] = {
+    "medusa": Tried("quickstart"),
+    "eagle": Tried("eagle", ("drafter.bias=false",)),
+    "draft_model": Tried("draft-model"),
+    "pard": Tried("pard"),
+    "eagle3": _eagle3(),
+    "eagle3, two layers of the target": Tried("eagle3", ("drafter.feature_layers=[2,5]",)),
+    "eagle3, trimmed": _eagle3("drafter.output=trimmed", "drafter.draft_vocab_size=512"),
+    "eagle3, norm_before_residual": _eagle3("drafter.norm_before_residual=true"),
+    "eagle3, norm_before_fc": _eagle3("drafter.norm_before_fc=true"),
+    "eagle3.1": _eagle3("drafter.fc_norm=true", "drafter.norm_output=true"),
+    "eagle3, two layers": _eagle3("drafter.layers=2"),
+    "p-eagle": _eagle3("drafter.mask_token_id=1023", "drafter.depths=4"),
+    "dflash": _dflash(),
+    "dflash, trimmed": _dflash("drafter.output=trimmed", "drafter.draft_vocab_size=512"),
+    "dflash, window": _dflash("drafter.window=32"),
+    "dflash, window of both sides": _dflash("drafter.window=32", "drafter.causal_windows=false"),
+    "jetspec": _dflash("drafter.causal=true"),
+    "dspark": _dflash("drafter.markov_rank=32", "drafter.sample_from_anchor=true"),
+    "dspark, from the first mask": _dflash("drafter.markov_rank=32"),
+    "dflash2": _dflash("drafter.selector_rank=32", "drafter.conv_kernel_size=3"),
+}

