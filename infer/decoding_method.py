@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
 
-from .generate_options import GenerateOptions, check_ids, without_stop_strings
+from .generate_options import GenerateOptions, check_cache, check_ids, without_stop_strings
 from .stats import Stats
 
 
@@ -146,6 +146,7 @@ class DecodingMethod(ABC):
                 streamer.end()
             as_dict = given.get("return_dict_in_generate")
             return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
+        check_cache(given.get("cache_implementation"))  # before `generate` makes one
         given.check_padding(input_ids)
         generate: Any = without_stop_strings(self.model).generate
         call = functools.partial(self, streamer=streamer)

@@ -147,6 +147,15 @@ def without_stop_strings(model: PreTrainedModel) -> PreTrainedModel:
     return view
 
 
+def check_cache(kind: str | None) -> None:
+    """Refuse a `cache_implementation` other than the speculator's own."""
+    if (kind or "").startswith(("quantized", "offloaded")):
+        raise OptionError(
+            f"cache_implementation is {kind!r}; the speculator keeps its own cache, in the model's "
+            "dtype and on its devices: leave it out."
+        )
+
+
 def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
     """Refuse, by name, options that ask for something else than one greedy or sampled text."""
     mode = config.get_generation_mode()
@@ -161,11 +170,7 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name, None):
             raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
-    if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
-        raise OptionError(
-            f"cache_implementation is {config.cache_implementation!r}; the speculator keeps its "
-            "own cache, in the model's dtype and on its devices: leave it out."
-        )
+    check_cache(config.cache_implementation)
     temperature = config.temperature
     if config.do_sample and temperature is not None and not temperature > 0:
         raise OptionError(
