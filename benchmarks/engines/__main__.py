@@ -20,9 +20,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +33,23 @@ from headstart.infer import Speculator
 
 from .drafters import DRAFTERS, Tried
 from .engines import Engine, LlamaCpp, Prompt, Vllm
-from .rounds import Agreement, Decoded, agreement, tau
+from .rounds import Decoded, agreement, tau
 
 RUNS = Path("runs")
 TARGET = RUNS / "quickstart" / "target"
 PROMPT_TOKENS = 64
 
+_FAILED = "failed"
+
 
 @dataclass
 class Found:
-    """What one engine did with one drafter in one format; `reason` where it was not run."""
+    """What one engine did with one drafter in one format.
+
+    Attributes:
+        reason: why nothing was compared: there is no such export, or the engine failed.
+        note: why rounds may differ.
+    """
 
     drafter: str
     form: str
@@ -71,7 +76,9 @@ class Found:
 
     @property
     def right(self) -> bool:
-        """Whether the texts are the same, and each round that should accept as many drafts does."""
+        """Whether all texts are the same and, where they should be, all rounds are equal."""
+        if self.reason:
+            return not self.reason.startswith(_FAILED)
         return self.same_texts == self.prompts and (bool(self.note) or self.equal == self.compared)
 
 
@@ -98,7 +105,7 @@ def main() -> int:
             print(found, flush=True)
             with options.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
-            wrong += not (found.reason or found.right)
+            wrong += not found.right
     return wrong > 0
 
 
@@ -173,7 +180,7 @@ def compare(
     try:
         there = engine.decode(line, TARGET, folder, prompts, new_tokens, loaded.tokenizer)
     except subprocess.CalledProcessError as error:
-        found.reason = f"failed: {engine.cause(error)}"
+        found.reason = f"{_FAILED}: {engine.cause(error)}"
         return found
     if drafter.saved_as_language_model and drafter.independent and "parallel" not in line:
         found.note = "there it drafts one token after another"
@@ -197,11 +204,9 @@ def _decode(speculator: Speculator, prompts: list[Prompt], new_tokens: int) -> l
 def _judged(found: Found, here: list[Decoded], there: list[Decoded], new_tokens: int) -> Found:
     pairs = list(zip(here, there, strict=True))
     found.same_texts = sum(b.text.startswith(a.text) for a, b in pairs)
-    every: Callable[[Agreement, Agreement], Agreement] = Agreement.__add__
-    both = [agreement(a.rounds, b.rounds, new_tokens) for a, b in pairs]
-    found.equal, found.compared = reduce(every, both)
-    found.tau_here = tau([n for a, _ in pairs for n in a.rounds[1:-1]])
-    found.tau_there = tau([n for _, b in pairs for n in b.rounds[1:-1]])
+    each = [agreement(a.rounds, b.rounds, new_tokens) for a, b in pairs]
+    found.equal, found.compared = (sum(counts) for counts in zip(*each, strict=True))
+    found.tau_here, found.tau_there = tau(here), tau(there)
     return found
 
 

@@ -50,7 +50,7 @@ class Engine(ABC):
     def cause(self, error: subprocess.CalledProcessError) -> str:
         """The last error of an engine's output."""
         lines = [line.strip() for line in (error.stderr or "").splitlines()]
-        named = [line for line in lines if re.search(r"[Ee]rror\b|failed", line)]
+        named = [line for line in lines if re.search(r"[Ee]rror[:,] ", line)]
         return (named or lines or ["no output"])[-1][-300:]
 
 
@@ -104,6 +104,7 @@ class LlamaCpp(Engine):
         package = folder.parent.parent / "llama_cpp" / "__init__.py"
         version = re.search(r'__version__ = "(.+)"', package.read_text()) if package.exists() else 0
         self.name = f"llama.cpp of llama-cpp-python {version[1]}" if version else "llama.cpp"
+        self._target: Path | None = None  # once it is converted
 
     def depth(self, line: str) -> int:
         return int(_after(line, "--spec-draft-n-max"))
@@ -112,9 +113,10 @@ class LlamaCpp(Engine):
         self, line: str, target: Path, folder: Path, prompts: list[Prompt], new_tokens: int,
         tokenizer: Any,
     ) -> list[Decoded]:  # fmt: skip
-        drafter, model = folder / "drafter.gguf", folder.parent.parent / "target.gguf"
-        if not model.exists():
-            self._convert(target, "--outfile", str(model))
+        drafter = folder / "drafter.gguf"
+        if self._target is None:
+            self._target = folder.parent.parent / "target.gguf"
+            self._convert(target, "--outfile", str(self._target))
         of_target = ["--target-model-dir", str(target)] * ("--target-model-dir" in line)
         self._convert(folder, *of_target, "--outfile", str(drafter))
         program = self.folder / "build" / "bin" / "llama-speculative-simple"
@@ -125,9 +127,9 @@ class LlamaCpp(Engine):
                 file.write(prompt.text)
                 file.flush()
                 ran = _run(
-                    [str(program), "-m", str(model), "-md", str(drafter), "--spec-type", kind,
-                     "--spec-draft-n-max", depth, "-f", file.name, "-n", str(new_tokens),
-                     *self._OPTIONS]
+                    [str(program), "-m", str(self._target), "-md", str(drafter),
+                     "--spec-type", kind, "--spec-draft-n-max", depth, "-f", file.name,
+                     "-n", str(new_tokens), *self._OPTIONS]
                 )  # fmt: skip
             accepted = re.findall(r"accepted (\d+)/", ran.stderr)
             text = ran.stdout.partition(prompt.text)[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,9 +19,6 @@ class Agreement(NamedTuple):
 
     equal: int
     compared: int
-
-    def __add__(self, other: Agreement) -> Agreement:  # type: ignore[override]
-        return Agreement(self.equal + other.equal, self.compared + other.compared)
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int], tokens: int) -> Agreement:
@@ -43,7 +40,7 @@ def _by_start(rounds: Sequence[int]) -> dict[int, int]:
     return dict(zip((0, *accumulate(rounds)), rounds, strict=False))
 
 
-def tau(rounds: Sequence[int]) -> float:
-    """Tokens a round, without the first token and the last round."""
-    inner = rounds[1:-1]
+def tau(texts: Iterable[Decoded]) -> float:
+    """Tokens a round, without each text's first forward and its last round."""
+    inner = [count for text in texts for count in text.rounds[1:-1]]
     return sum(inner) / len(inner) if inner else float("nan")
