@@ -22,12 +22,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import headstart
-from headstart.heads import HeadstartError
+from headstart.heads import Drafter, HeadstartError
 from headstart.heads.artifacts.export import export_drafter, formats_of
 from headstart.infer import Speculator
 
@@ -97,11 +97,11 @@ def main() -> int:
     for name, tried in DRAFTERS.items():
         if options.only and name not in options.only:
             continue
-        heads = trained(name, tried, options.seconds)
+        here = Here(trained(name, tried, options.seconds), prompts, options.new_tokens)
         for form, engine in engines.items():
-            found = compare(name, heads, form, engine, prompts, options.new_tokens)
-            if found is None:
+            if form not in formats_of(here.drafter.config.family_name()):
                 continue
+            found = compare(name, here, form, engine)
             print(found, flush=True)
             with options.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
@@ -156,20 +156,40 @@ def trained(name: str, tried: Tried, seconds: int) -> Path:
     return heads
 
 
-def compare(
-    name: str, heads: Path, form: str, engine: Engine, prompts: list[Prompt], new_tokens: int
-) -> Found | None:
-    """Decode the prompts here and in an engine; None where the family has no such format."""
-    loaded = headstart.load(TARGET, heads, tree="plain")
-    drafter: Any = loaded.drafter
-    if form not in formats_of(drafter.config.family_name()):
-        return None
-    found = Found(name, form, engine.name, prompts=len(prompts))
-    folder = RUNS / "engines" / heads.parent.name / form
+class Here:
+    """A drafter of this project, and what it decodes, once for each length of a chain."""
+
+    def __init__(self, heads: Path, prompts: list[Prompt], new_tokens: int):
+        self.exports = RUNS / "engines" / heads.parent.name
+        self.prompts, self.new_tokens = prompts, new_tokens
+        loaded = headstart.load(TARGET, heads, tree="plain")
+        self.model, self.drafter = loaded.model, cast("Drafter", loaded.drafter)
+        self.tokenizer: Any = loaded.tokenizer
+        self._decoded: dict[int, list[Decoded]] = {}
+
+    def decoded(self, depth: int) -> list[Decoded]:
+        """The prompts, continued greedily with a chain of so many drafted tokens."""
+        if depth not in self._decoded:
+            speculator = Speculator(self.model, self.drafter, tree=f"chain:{depth}")
+            self._decoded[depth] = [self._continued(speculator, each) for each in self.prompts]
+        return self._decoded[depth]
+
+    def _continued(self, speculator: Speculator, prompt: Prompt) -> Decoded:
+        ids = torch.tensor([prompt.tokens])
+        written = speculator.generate(ids, max_new_tokens=self.new_tokens, do_sample=False)
+        text = self.tokenizer.decode(written[0, len(prompt.tokens) :])
+        counts = [count for count, _ in speculator.stats.rounds_of(0)]
+        return Decoded(text, [1, *counts])  # the prompt's forward writes the first token
+
+
+def compare(name: str, here: Here, form: str, engine: Engine) -> Found:
+    """Export a drafter in a format, and compare what an engine decodes with it."""
+    found = Found(name, form, engine.name, prompts=len(here.prompts))
+    folder = here.exports / form
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        line = export_drafter(drafter, form, folder, loaded.tokenizer)
+        line = export_drafter(here.drafter, form, folder, here.tokenizer)
     except HeadstartError as error:
         found.reason = f"not exported: {error}"
         return found
@@ -178,27 +198,13 @@ def compare(
         return found
     found.line = line
     try:
-        there = engine.decode(line, TARGET, folder, prompts, new_tokens, loaded.tokenizer)
+        there = engine.decode(line, TARGET, folder, here.prompts, here.new_tokens, here.tokenizer)
     except subprocess.CalledProcessError as error:
         found.reason = f"{_FAILED}: {engine.cause(error)}"
         return found
-    if drafter.saved_as_language_model and drafter.independent and "parallel" not in line:
+    if here.drafter.saved_as_language_model and here.drafter.independent and "parallel" not in line:
         found.note = "there it drafts one token after another"
-    depth = engine.depth(line)
-    here = _decode(headstart.load(TARGET, heads, tree=f"chain:{depth}"), prompts, new_tokens)
-    return _judged(found, here, there, new_tokens)
-
-
-def _decode(speculator: Speculator, prompts: list[Prompt], new_tokens: int) -> list[Decoded]:
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt.tokens])
-        written = speculator.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-        assert speculator.tokenizer is not None
-        text = str(speculator.tokenizer.decode(written[0, len(prompt.tokens) :]))
-        counts = [count for count, _ in speculator.stats.rounds_of(0)]
-        found.append(Decoded(text, [1, *counts]))  # the prompt's forward writes the first token
-    return found
+    return _judged(found, here.decoded(engine.depth(line)), there, here.new_tokens)
 
 
 def _judged(found: Found, here: list[Decoded], there: list[Decoded], new_tokens: int) -> Found:

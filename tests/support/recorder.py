@@ -70,6 +70,8 @@ def run(command: list[str] | str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import torch  # noqa: F401 - as it is imported, its build for CUDA starts ldconfig to find libdl
+
     job = json.loads(Path(sys.argv[1]).read_text())
     sys.addaudithook(hook)
     watched = tuple(job["watched"])
