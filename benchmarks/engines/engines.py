@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .rounds import Decoded
+from .rounds import Decoded, until
 
 _HERE = Path(__file__).parent
 
@@ -133,7 +133,8 @@ class LlamaCpp(Engine):
                 )  # fmt: skip
             accepted = re.findall(r"accepted (\d+)/", ran.stderr)
             text = ran.stdout.partition(prompt.text)[2]
-            found.append(Decoded(text, [int(count) + 1 for count in accepted]))
+            rounds = [int(count) + 1 for count in accepted]
+            found.append(Decoded(text, until(rounds, new_tokens)))
         return found
 
     def _convert(self, folder: Path, *options: str) -> None:

@@ -36,6 +36,15 @@ def agreement(ours: Sequence[int], theirs: Sequence[int], tokens: int) -> Agreem
     return Agreement(sum(mine[at] == other[at] for at in both), len(both))
 
 
+def until(rounds: Sequence[int], tokens: int) -> list[int]:
+    """The rounds that begin before a text has so many tokens.
+
+    >>> until([1, 4, 4, 4], 9)
+    [1, 4, 4]
+    """
+    return [count for start, count in _by_start(rounds).items() if start < tokens]
+
+
 def _by_start(rounds: Sequence[int]) -> dict[int, int]:
     return dict(zip((0, *accumulate(rounds)), rounds, strict=False))
 
