@@ -18,7 +18,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
 
-from .generate_options import GenerateOptions, check_cache, check_ids, without_stop_strings
+from .generate_options import (
+    GenerateOptions,
+    check_cache,
+    check_ids,
+    check_not_empty,
+    without_stop_strings,
+)
 from .stats import Stats
 
 
@@ -136,8 +142,8 @@ class DecodingMethod(ABC):
         if given.get("temperature") == 0 and given.get("do_sample"):
             given.set(do_sample=False, temperature=1.0)
         given.take_stop_strings(tokenizer)
-        if input_ids is not None and input_ids.shape[-1] == 0 and "inputs_embeds" not in options:
-            raise OptionError("the prompts are empty; expected at least one token a row.")
+        if input_ids is not None and "inputs_embeds" not in options:
+            check_not_empty(input_ids)
         if given.get("max_new_tokens") == 0 and input_ids is not None:
             ids = input_ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
             self._write_nothing(len(ids))

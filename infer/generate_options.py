@@ -135,6 +135,15 @@ def check_ids(ids: Any) -> None:
     )
 
 
+def check_not_empty(ids: Tensor) -> None:
+    """Refuse prompts [B, P] without a row, or of no token."""
+    if 0 in ids.shape:
+        raise OptionError(
+            f"input_ids is empty, of shape {[*ids.shape]}; expected at least one prompt, of at "
+            "least one token."
+        )
+
+
 def without_stop_strings(model: PreTrainedModel) -> PreTrainedModel:
     """The model as `generate` is to be called on it, which has no tokenizer for a callable.
 
@@ -287,10 +296,9 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
         raise OptionError(
             f"{CACHE} was given; the speculator keeps its own cache: pass the whole prompt instead."
         )
+    check_not_empty(input_ids)
     mask = inputs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device, torch.long)
-    if input_ids.shape[1] == 0:
-        raise OptionError("the prompts are empty; expected at least one token a row.")
     if mask.shape != input_ids.shape or not bool(mask[:, -1].all()):
         raise OptionError(
             "the prompts are padded on the right, or a row is all padding; expected at least one "

@@ -19,18 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script: commands and options, shipped recipes and families, files and folders."""
+    """Print the script: commands, options and their values, shipped recipes, files and folders."""
     import shtab
 
     from headstart.cli import build_parser
+    from headstart.heads.artifacts.engines import FORMATS
+    from headstart.infer import RULES
 
-    parser = build_parser()
+    parser, values = build_parser(), {"FORMAT": FORMATS, "RULE": RULES}
     for action in _actions(parser):
         name = str(action.metavar)
         if name in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         elif name in _FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif name in values:
+            action.choices = list(values[name])
         elif name == "RECIPE":
             action.complete = {  # type: ignore[attr-defined]
                 "bash": "_headstart_recipes",

@@ -36,6 +36,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["headstart", "bench", "--prompts", "pro"], "prompts.jsonl"),
         (["headstart", "train", "quickst"], "quickstart"),
         (["headstart", "completion", "z"], "zsh"),
+        (["headstart", "export", "--to", "sg"], "sglang"),
+        (["headstart", "generate", "--rule", "tr"], "traversal"),
     ],
 )
 def test_bash_completes(script: Path, typed: list[str], found: str) -> None:

@@ -542,10 +542,10 @@ def test_15_padded_vocabulary() -> None:
 
 def test_18_empty_prompt() -> None:
     ours = Speculator(tiny("llama"), medusa())
-    empty = torch.zeros(2, 0, dtype=torch.long)
-    with pytest.raises(OptionError, match="empty") as caught:
-        ours.generate(empty, **base())
-    one_line(caught.value)
+    for shape in ([2, 0], [0, 3]):
+        with pytest.raises(OptionError, match="empty") as caught:
+            ours.generate(torch.zeros(shape, dtype=torch.long), **base())
+        one_line(caught.value)
     ids, mask = prompts([4, 2])
     mask[1] = 0
     with pytest.raises(OptionError, match="all padding") as caught:

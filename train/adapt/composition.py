@@ -12,10 +12,11 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from headstart.heads import family
-from headstart.heads.artifacts.files import CONFIG, read_json
+from headstart.heads.artifacts.files import CONFIG, WEIGHTS, read_header, read_json
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import load_pretrained
 from headstart.heads.families import with_article
+from headstart.heads.parts.student import KEPT
 from headstart.infer.rules.registry import choose_rule
 
 from ..checks.plan import context_of
@@ -58,6 +59,7 @@ def compose(
     check_adaptable(source)
     name = target or source.own_target
     keys = _own_recipe(source)
+    keys["drafter"] |= _output_of(source)
     drafter, start = going_on(parse_recipe(keys).drafter, source.name)
     keys["drafter"] = {"family": drafter.family, **drafter.options}
     if drafter.options.get("model") == source.name:  # perhaps ORG/NAME@REVISION
@@ -100,6 +102,11 @@ def check_adaptable(source: DrafterSource) -> None:
             "of its target, and training that further would change the text; write the adapted "
             "target as a model of its own (headstart merge), and adapt the drafter beside it"
         )
+    if kind.saved_as_language_model and KEPT in read_header(source.folder / WEIGHTS):
+        raise AdaptError(
+            f"{source} proposes only some of its tokens, and a draft model is trained with all; "
+            "adapt the one that it was made from, and trim that again (headstart trim)"
+        )
 
 
 def _own_recipe(source: DrafterSource) -> dict[str, Any]:
@@ -115,6 +122,14 @@ def _own_recipe(source: DrafterSource) -> dict[str, Any]:
         options |= {"model": source.name, "layers": None}
     keys["drafter"] = {"family": manifest.family, **options}
     return keys
+
+
+def _output_of(source: DrafterSource) -> dict[str, Any]:
+    """The options that give a drafter the trimmed vocabulary that an artifact has."""
+    config = read_json(source.folder / CONFIG)
+    if config.get("output") != "trimmed":
+        return {}
+    return {name: config[name] for name in ("output", "draft_vocab_size")}
 
 
 def _run_of(source: DrafterSource) -> Path | None:

@@ -118,5 +118,20 @@ def test_nothing_is_replaced(
     assert main(["convert", str(theirs), str(trained), "--target", "no such model"]) == 2
     assert f"{trained} is not empty" in capsys.readouterr().err
     assert (trained / "headstart.json").read_bytes() == before and value_of(trained) == OLD
+    with pytest.raises(
+        ArtifactError, match=r"cannot be made: .*headstart.json is a file"
+    ) as caught:
+        convert(theirs, model, tokenizer, trained / "headstart.json" / "folder")
+    one_line(caught.value)
     (tmp_path / "empty").mkdir()
     assert read_manifest(convert(theirs, model, tokenizer, tmp_path / "empty")).family == "medusa"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_target_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = checkpoint(tmp_path / "theirs")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # read-only
+    new = tmp_path / "new" / "folder"
+    assert main(["convert", str(theirs), str(new), "--target", "no such model"]) == 2
+    assert f"{new} cannot be made: {tmp_path} cannot be written to" in capsys.readouterr().err

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from headstart.heads import FAMILIES, Manifest, family, fingerprint, save_drafter
+from headstart.heads import FAMILIES, Manifest, family, fingerprint, load_drafter, save_drafter
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.train.adapt.composition import compose
+from headstart.heads.artifacts.trimming import save_trimmed
+from headstart.train.adapt.composition import check_adaptable, compose
 from headstart.train.adapt.earlier import Earlier, find_earlier
 from headstart.train.adapt.traffic import AdaptError, longest, read_traffic
 from headstart.train.checks.plan import plan_run
+from headstart.train.fit.warm_start import start_from
 from headstart.train.recipe import keys_of, load_recipe, recipe_of
 from tests.support.bytewise import save_target
 
@@ -69,6 +72,40 @@ def test_a_drafter_without_a_recipe_has_its_family_s(
     assert recipe.train.loss == given.train.loss
     assert recipe.train.learning_rate == given.train.learning_rate
     assert plan_run(recipe).drafter.config.family_name() == name
+
+
+def trimmed(folder: Path, name: str) -> tuple[DrafterSource, Any]:
+    """An artifact that `headstart trim` makes of `saved`, and its drafter."""
+    keys = keys_of(load_recipe("quickstart").to_dict())
+    keys["drafter"] = {"family": name, **FAMILIES[name].small}
+    whole = DrafterSource(saved(folder, name, recipe_of(keys).to_dict()))
+    target, tokenizer = save_target(folder / "target")
+    drafter: Any = load_drafter(whole, target, tokenizer)
+    ids = torch.arange(1, 38, 2)
+    return DrafterSource(
+        str(save_trimmed(drafter, whole, tokenizer, ids, folder / "less"))
+    ), drafter
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "dflash"])
+def test_a_trimmed_drafter_goes_on_with_its_own_tokens(
+    name: str, tmp_path: Path, traffic: Path
+) -> None:
+    source, whole = trimmed(tmp_path, name)
+    recipe = compose(source, read_traffic(str(traffic)), Earlier(), out=tmp_path / "out")
+    assert recipe.train.from_ == source.name
+    assert plan_run(recipe).drafter.config.family_name() == name  # the weights fit
+    kind: Any = family(name)
+    config = kind.config_class.for_target(whole.target, **recipe.drafter.options)
+    fresh = kind(config).bind(whole.target)
+    start_from(source.name, fresh)
+    assert fresh.draft_vocabulary.tolist() == list(range(1, 38, 2))
+
+
+def test_a_trimmed_draft_model_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    source, _ = trimmed(tmp_path, "draft_model")
+    with pytest.raises(AdaptError, match="adapt the one that it was made from"):
+        check_adaptable(source)
 
 
 def test_low_rank_factors_are_trained_anew_on_the_merged_student(
