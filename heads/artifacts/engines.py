@@ -39,6 +39,8 @@ def _vllm_line(target: str, settings: dict[str, Any]) -> str:
 
 
 def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    if _in_target(drafter):
+        return _vllm_line(place, {"method": "mtp", "num_speculative_tokens": tokens})
     method = _VLLM[drafter.config.family_name()]
     line = _vllm(drafter, method, place, tokens, revision)
     if method == "arctic":
@@ -50,6 +52,11 @@ def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None)
 def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     at = f" --speculative-draft-model-revision {shlex.quote(revision)}" if revision else ""
     name = drafter.config.family_name()
+    chain = f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+    chain += f"--speculative-num-draft-tokens {tokens + 1}"
+    if _in_target(drafter):
+        start = f"python -m sglang.launch_server --model-path {shlex.quote(place)}"
+        return f"{start} --speculative-algorithm NEXTN {chain}"
     line = (
         f"python -m sglang.launch_server --model-path {shlex.quote(_target(drafter))} "
         f"--speculative-algorithm {_SGLANG[name]} "
@@ -62,10 +69,7 @@ def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | Non
         if revision:  # SGLang would look for the file on the repository's main branch
             place, fetch = _downloaded(place, revision, TOKEN_MAP)
         line = f"{line} --speculative-token-map {shlex.quote(f'{place}/{TOKEN_MAP}')}"
-    return (
-        f"{fetch}{line} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    )
+    return f"{fetch}{line} {chain}"
 
 
 _TENSORRT = {
@@ -91,6 +95,11 @@ _LLAMA_CPP |= dict.fromkeys(("draft_model", "pard"), "draft-simple")
 
 
 def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    if _in_target(drafter):
+        return (
+            f"python convert_hf_to_gguf.py {shlex.quote(place)} --outfile target.gguf && "
+            f"llama-server -m target.gguf --spec-type draft-mtp --spec-draft-n-max {tokens}"
+        )
     name, target, of_target = drafter.config.family_name(), _target(drafter), ""
     place, fetch = _downloaded(place, revision)
     if name in ("eagle3", "dflash"):  # the converter reads the target's config and tokenizer
@@ -149,6 +158,11 @@ def _serve_speculators(
 def _serve_transformers(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     at = f" at revision {revision}" if revision else ""
     return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {place}{at}"
+
+
+def _in_target(drafter: Drafter) -> bool:
+    """Whether what is written for an engine is the target's checkpoint with the drafter in it."""
+    return type(drafter).in_target
 
 
 def _target(drafter: Drafter) -> str:

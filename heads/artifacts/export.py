@@ -11,7 +11,8 @@
 | `original` | the code of the method's authors |
 
 A family says what it can be written as in `StoredDrafter.exports`; an ordinary language model, as
-a draft model is, can be read by all engines as it is.
+a draft model is, can be read by all engines as it is. A module for multi-token prediction is
+written into a copy of its target's checkpoint, which engines and `--drafter mtp` read.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from ..core import ArtifactError
 from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import FAMILIES, family, with_article
+from ..parts.published.checkpoint import TargetModule
 from .engines import FORMATS, TOKEN_MAP, serve_line
 from .files import CONFIG, check_is_free, read_json
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
+from .target_files import in_folder, write_with_module
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 
@@ -46,6 +49,11 @@ def formats_of(name: str) -> list[str]:
     """The formats that drafters of a family can be written in."""
     kind = family(name)
     return list(_AS_LANGUAGE_MODEL if kind.saved_as_language_model else kind.exports)
+
+
+def is_copy_of_target(name: str, form: str) -> bool:
+    """Whether an export of a family is a copy of its whole target with the drafter in it."""
+    return family(name).in_target and form != "speculators"
 
 
 def export_drafter(
@@ -82,14 +90,19 @@ def export_drafter(
         )
     check_is_free(folder)
     with new_folder(folder, "the export") as new:
-        _write(drafter, form, new, tokenizer)
-        options = {"dtype": drafter.dtype}
-        again = load_checkpoint(
-            DrafterSource(new), drafter.target, tokenizer, options, target_is_known=True
-        )
+        coarsest = torch.finfo(drafter.dtype).eps
+        if _write(drafter, form, new, tokenizer):
+            kind: Any = type(drafter)
+            again = kind.of_target(in_folder(drafter.target, new)).to(drafter.dtype)
+            coarsest = max(coarsest, torch.finfo(drafter.target.dtype).eps)  # as it is written
+        else:
+            options = {"dtype": drafter.dtype}
+            again = load_checkpoint(
+                DrafterSource(new), drafter.target, tokenizer, options, target_is_known=True
+            )
         again = again.to(drafter.device).eval().bind(drafter.target)  # type: ignore[arg-type]
         worst = largest_difference(drafter, again)
-        if not worst <= 1e-5 * max(1.0, torch.finfo(drafter.dtype).eps / 1e-7):
+        if not worst <= 1e-5 * max(1.0, coarsest / 1e-7):
             raise ArtifactError(
                 f"what was written as {form} gives other logits when it is read back (by "
                 f"{worst:.2g} of their size); nothing was exported: please report this."
@@ -99,7 +112,8 @@ def export_drafter(
 
 def _write(
     drafter: Any, form: str, folder: Path, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
+) -> bool:
+    """Write a drafter; returns whether it is in a copy of its target's files."""
     if drafter.saved_as_language_model:
         if drafter.config.feature_layers:
             raise ArtifactError(
@@ -118,13 +132,17 @@ def _write(
         drafter.model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        return
+        return False
     written = drafter.exports[form](drafter)
+    if isinstance(written, TargetModule):
+        write_with_module(drafter.target, written, folder)
+        return True
     tensors = {name: tensor.contiguous().clone() for name, tensor in written.tensors.items()}
     save_file(tensors, folder / written.file, metadata={"format": "pt"})
     if written.token_map:
         torch.save(list(written.token_map), folder / TOKEN_MAP)
     (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+    return False
 
 
 def with_older_names(config: dict[str, Any]) -> dict[str, Any]:

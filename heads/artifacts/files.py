@@ -63,8 +63,9 @@ _MOST_BYTES = 2**25
 _MOST_TENSORS = 2**16
 """Of a file; models of experts have a few thousand in each of theirs."""
 
-# What transformers reads of a language model and its tokenizer, beside the weights.
-_MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""What transformers reads of a language model and its tokenizer, beside the weights."""
+
 _SHARDS = "model-*.safetensors"
 HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 TARGET_HERE = '"PATH OF THE TARGET"'  # in one whose target has no place on the Hub
@@ -159,7 +160,7 @@ def files_to_download(names: Sequence[str], allow_pickle: bool) -> list[str]:
         chosen = [*FILES, PICKLE]
     else:
         weights = single_weights(names) or [_SHARDS]
-        patterns = (*_MODEL_FILES, *weights, PARALLEL_FEATURES)
+        patterns = (*MODEL_FILES, *weights, PARALLEL_FEATURES)
         at_top = [name for name in names if "/" not in name]
         chosen = [name for name in at_top if any(fnmatch(name, each) for each in patterns)]
     return chosen if allow_pickle else [name for name in chosen if not pickled([name])]

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -31,7 +32,7 @@ from .own_layers import added_to_scale
 from .shipped_tensors import find_tensors, quantized, read_tensors
 from .target_layer import layer_config, target_layer
 
-_PREFIX, _MIXES = "mtp.", "mtp.fc.weight"
+PREFIX, _MIXES = "mtp.", "mtp.fc.weight"
 _PARTS = {
     "enorm.weight": "pre_fc_norm_embedding.weight",
     "hnorm.weight": "pre_fc_norm_hidden.weight",
@@ -74,7 +75,7 @@ def shipped_module(target: PreTrainedModel) -> dict[str, Tensor]:
     if not target.name_or_path:
         raise NoModule(target)
     try:
-        named = find_tensors(target, f"^{re.escape(_PREFIX)}")
+        named = find_tensors(target, f"^{re.escape(PREFIX)}")
         if _MIXES in named:
             return _by_name(target, named)
         if declared:
@@ -90,13 +91,13 @@ def shipped_module(target: PreTrainedModel) -> dict[str, Tensor]:
 def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tensor]:
     """The module of files that name it as above; its layer is read as a model's only one."""
     read = read_tensors(target, named)
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read.items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read.items()}
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     _say_first(target, len(layers))
     others = tuple(f"layers.{number}." for number in layers - {"0"})
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
     if missing := [name for name in _PARTS.values() if name not in tensors]:
-        raise ValueError(f"{_PREFIX}{missing[0]} is missing")
+        raise ValueError(f"{PREFIX}{missing[0]} is missing")
     if _EMBEDDING in tensors:
         raise ValueError("it embeds tokens by itself")
     found = {ours: tensors.pop(theirs) for ours, theirs in _PARTS.items()}
@@ -110,13 +111,28 @@ def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tenso
     )  # fmt: skip
     wrong = [*report["missing_keys"], *report["unexpected_keys"]]
     if wrong := sorted([*wrong, *(name for name, *_ in report["mismatched_keys"])]):
-        raise ValueError(f"{_PREFIX}{wrong[0]} is missing, unknown or of another shape")
+        raise ValueError(f"{PREFIX}{wrong[0]} is missing, unknown or of another shape")
     found = {name: tensor.to(target.dtype) for name, tensor in found.items()}
     for name in ("enorm.weight", "hnorm.weight"):
         found[name] += added_to_scale(model.norm)
     states = model.state_dict()
     del states[_EMBEDDING]
     return found | {f"model.{name}": tensor for name, tensor in states.items()}
+
+
+def named_tensors(drafter: Any) -> dict[str, Tensor]:
+    """The tensors of an `Mtp` by the names that `_by_name` reads, in the target's dtype."""
+    found, layer = {}, {}
+    for name, tensor in drafter.state_dict().items():
+        if name.startswith("model."):
+            layer[name.removeprefix("model.")] = tensor
+        else:
+            found[_PARTS[name]] = tensor
+    added = added_to_scale(drafter.model.norm)
+    for name in ("enorm.weight", "hnorm.weight"):
+        found[_PARTS[name]] = found[_PARTS[name]] - added
+    found |= revert_weight_conversion(drafter.model, layer)
+    return {PREFIX + name: tensor.to(drafter.target.dtype) for name, tensor in found.items()}
 
 
 def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def _export(
         name, branch: where the artifact is pushed to.
     """
     from headstart.heads.artifacts.engines import serve_line
-    from headstart.heads.artifacts.export import export_drafter
+    from headstart.heads.artifacts.export import export_drafter, is_copy_of_target
     from headstart.heads.artifacts.hub import export_branch
 
     # The drafter is needed, whatever a plan says.
@@ -121,7 +121,13 @@ def _export(
     drafter: Any = speculator.drafter
     # What an export says of its target is what others can load.
     drafter.target.name_or_path = target
-    lines = {}
+    family, lines = drafter.config.family_name(), {}
+    for form in options.export:
+        if is_copy_of_target(family, form):
+            raise UsageError(
+                f"--export {form} of {family} is a copy of the whole target, which push does not "
+                "publish; write it with headstart export, and upload that folder by itself"
+            )
     for form in options.export:
         export_drafter(drafter, form, scratch / form, speculator.tokenizer)
         lines[form] = serve_line(drafter, form, name, export_branch(form, branch)) or ""

@@ -21,6 +21,21 @@ class Checkpoint:
     """The target ids of a trimmed vocabulary, if the engine reads them from a file of their own."""
 
 
+@dataclass(frozen=True)
+class TargetModule:
+    """A drafter as the files of its own target hold one.
+
+    Attributes:
+        tensors: by their names there.
+        prefix: what the names of all its tensors begin with, and of those that they replace.
+        settings: of the language model's config, by which an engine finds the module.
+    """
+
+    tensors: dict[str, Tensor]
+    prefix: str
+    settings: dict[str, Any]
+
+
 def embedding_scale(embedding: Any) -> float:
     """What a target's embeddings are multiplied by where they are read; 1 for most targets."""
     rows, ids = weight_of(embedding)[:8], torch.arange(8)

@@ -1,4 +1,4 @@
-"""Modules for multi-token prediction as speculators saves them, outside of their target's files."""
+"""Modules for multi-token prediction: as speculators saves them, or in their target's own files."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,9 @@ from ...core import ArtifactError, brief
 from ...core.errors import MALFORMED
 from ...core.unsafe_settings import unsafe_settings, without_unsafe
 from ..own_layers import added_to_scale, last_norm
+from ..shipped_module import PREFIX, named_tensors
 from ..target_layer import one_layer, own_target_layer
-from .checkpoint import Checkpoint, cannot_be_written, speculators_config
+from .checkpoint import Checkpoint, TargetModule, cannot_be_written, speculators_config
 
 _PREFIX = "mtp_layers.0."
 _NAMES = {
@@ -79,9 +80,7 @@ def _write(drafter: Any) -> Checkpoint:
     if (kind := own.layer["model_type"]) not in _WRITTEN:
         what = f"its layer is one of {kind}, and speculators knows those of {', '.join(_WRITTEN)}"
         raise cannot_be_written("speculators", what, "decode with it here")
-    if own.output == "trimmed":
-        what = f"it knows {own.output_size} of its target's tokens"
-        raise cannot_be_written("speculators", what, "train it with drafter.output=shared")
+    _check_knows_all(drafter, "speculators")
     dtype = str(drafter.dtype).removeprefix("torch.")
     layer = without_unsafe(target.to_dict()) | {"torch_dtype": dtype}
     config = speculators_config(drafter, "mtp", layer)
@@ -95,5 +94,46 @@ def _write(drafter: Any) -> Checkpoint:
     return Checkpoint(config, tensors)
 
 
-MTP: dict[str, Callable[[Any], Checkpoint]] = {"speculators": _write}
+def _check_knows_all(drafter: Any, engine: str) -> None:
+    own = drafter.config
+    if own.output == "trimmed":
+        what = f"it knows {own.output_size} of its target's tokens"
+        raise cannot_be_written(engine, what, "train it with drafter.output=shared")
+
+
+_IN_FILES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {},
+    "qwen3_5_text": {"mtp_num_hidden_layers": 1},
+    "qwen3_5_moe_text": {"mtp_num_hidden_layers": 1},
+}
+"""Types of language models whose module engines let continue its normed states, as it does here,
+and what their configs say of one."""
+
+
+def _in_files(engine: str) -> Callable[[Any], TargetModule]:
+    def write(drafter: Any) -> TargetModule:
+        own, target = drafter.config, drafter.target.config
+        kind = target.get_text_config(decoder=True).model_type
+        if kind not in _IN_FILES or own.layer["model_type"] != kind:
+            what = f"its target is of type {kind}, of which no module drafts there as it does here"
+            known = f"those of {', '.join(_IN_FILES)} do, so decode with it here"
+            raise cannot_be_written(engine, what, known)
+        _check_knows_all(drafter, engine)
+        if own.embedding == "own":
+            raise cannot_be_written(engine, "it embeds tokens by itself", "decode with it here")
+        if getattr(target, "quantization_config", None) is not None:
+            what = "its target is quantized, and the module would be read as quantized too"
+            raise cannot_be_written(engine, what, "export it beside the target in full precision")
+        return TargetModule(named_tensors(drafter), PREFIX, _IN_FILES[kind])
+
+    return write
+
+
+MTP: dict[str, Callable[[Any], Checkpoint | TargetModule]] = {
+    "speculators": _write,
+    "vllm": _in_files("vLLM"),
+    "sglang": _in_files("SGLang"),
+    "llama.cpp": _in_files("llama.cpp"),
+    "original": _in_files("the target's own format"),
+}
 """What writes a drafter in each format."""

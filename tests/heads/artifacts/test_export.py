@@ -160,6 +160,7 @@ def test_it_comes_back_with_the_same_logits(
 
 def test_every_format_of_every_family_is_tried() -> None:
     tried = {(name, form) for name, form, _ in CASES}
+    tried |= {("mtp", form) for form in ("vllm", "sglang", "llama.cpp", "original")}  # other tests
     assert tried == {(n, form) for n in FAMILIES if n != "medusa2" for form in formats_of(n)}
     assert {form for _, form in tried} == set(FORMATS)
 
@@ -482,7 +483,7 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
         ("mlp_speculator", "original", {"cell": "lstm", "heads": 1}, "no second projection"),
         ("mtp", "speculators", {}, "its layer is one of llama"),
-        ("hydra", "vllm", {}, "eagle, eagle3, medusa, medusa2, mlp_speculator, pard"),
+        ("hydra", "vllm", {}, "eagle, eagle3, medusa, medusa2, mlp_speculator, mtp, pard"),
         ("hydra", "original", {"layers": 3}, "differ"),
         ("redrafter", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa2", "original", {}, "headstart merge"),
