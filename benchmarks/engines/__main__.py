@@ -28,11 +28,12 @@ import torch
 
 import headstart
 from headstart.heads import Drafter, HeadstartError
-from headstart.heads.artifacts.export import export_drafter, formats_of
+from headstart.heads.artifacts.export import export_drafter, formats_of, is_copy_of_target
 from headstart.infer import Speculator
 
 from .drafters import DRAFTERS, Tried
 from .engines import Engine, LlamaCpp, Prompt, Vllm
+from .hybrid import train_hybrid
 from .rounds import Decoded, agreement, tau
 
 RUNS = Path("runs")
@@ -97,7 +98,9 @@ def main() -> int:
     for name, tried in DRAFTERS.items():
         if options.only and name not in options.only:
             continue
-        here = Here(trained(name, tried, options.seconds), prompts, options.new_tokens)
+        target = hybrid(options.seconds) if tried.hybrid else TARGET
+        heads = trained(name, tried, target, options.seconds)
+        here = Here(target, heads, prompts, options.new_tokens)
         for form, engine in engines.items():
             if form not in formats_of(here.drafter.config.family_name()):
                 continue
@@ -140,15 +143,27 @@ def held_out(count: int) -> list[Prompt]:
     return found
 
 
-def trained(name: str, tried: Tried, seconds: int) -> Path:
+def hybrid(seconds: int) -> Path:
+    """The folder of the target whose files hold a module for MTP, trained where it is missing."""
+    folder = RUNS / "engines" / "hybrid"
+    if not folder.exists():
+        print(f"training a target in {folder}", file=sys.stderr, flush=True)
+        train_hybrid(TARGET.parent, folder, 2 * seconds)
+    return folder
+
+
+def trained(name: str, tried: Tried, target: Path, seconds: int) -> Path:
     """The folder of a drafter, trained where it is missing."""
     run = f"engines-{name}"
     heads = RUNS / run / "heads"
     if not heads.exists():
         print(f"training {name} in {RUNS / run}", file=sys.stderr, flush=True)
+        place = ["shares=quickstart"]
+        if tried.hybrid:
+            place = ["shares=null", f"target.model={target}", "target.scratch=null"]
         subprocess.run(
             [sys.executable, "-m", "headstart", "train", tried.recipe, f"name={run}",
-             "shares=quickstart", *tried.settings, f"train.max_seconds={seconds}",
+             *place, *tried.settings, f"train.max_seconds={seconds}",
              "decode.tree=chain:4", "decode.prompts=1", "decode.sampled=null",
              "decode.validation_prompts=2"],
             check=True, stdout=subprocess.DEVNULL,
@@ -159,10 +174,11 @@ def trained(name: str, tried: Tried, seconds: int) -> Path:
 class Here:
     """A drafter of this project, and what it decodes, once for each length of a chain."""
 
-    def __init__(self, heads: Path, prompts: list[Prompt], new_tokens: int):
+    def __init__(self, target: Path, heads: Path, prompts: list[Prompt], new_tokens: int):
+        self.target = target
         self.exports = RUNS / "engines" / heads.parent.name
         self.prompts, self.new_tokens = prompts, new_tokens
-        loaded = headstart.load(TARGET, heads, tree="plain")
+        loaded = headstart.load(target, heads, tree="plain")
         self.model, self.drafter = loaded.model, cast("Drafter", loaded.drafter)
         self.tokenizer: Any = loaded.tokenizer
         self._decoded: dict[int, list[Decoded]] = {}
@@ -198,12 +214,16 @@ def compare(name: str, here: Here, form: str, engine: Engine) -> Found:
         return found
     found.line = line
     try:
-        there = engine.decode(line, TARGET, folder, here.prompts, here.new_tokens, here.tokenizer)
+        there = engine.decode(
+            line, here.target, folder, here.prompts, here.new_tokens, here.tokenizer
+        )
     except subprocess.CalledProcessError as error:
         found.reason = f"{_FAILED}: {engine.cause(error)}"
         return found
     if here.drafter.saved_as_language_model and here.drafter.independent and "parallel" not in line:
         found.note = "there it drafts one token after another"
+    if isinstance(engine, Vllm) and is_copy_of_target(here.drafter.config.family_name(), form):
+        found.note = "there in bfloat16, the only type of its recurrent layers on a CPU"
     return _judged(found, here.decoded(engine.depth(line)), there, here.new_tokens)
 
 

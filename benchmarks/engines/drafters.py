@@ -8,10 +8,11 @@ _LAYERS = "drafter.feature_layers=[1,3,5]"  # sorted, without repetition, as the
 
 
 class Tried(NamedTuple):
-    """One drafter: the recipe that trains it, and its settings."""
+    """One drafter: the recipe that trains it, with settings, and whether for the hybrid target."""
 
     recipe: str
     settings: tuple[str, ...] = ()
+    hybrid: bool = False
 
 
 def _eagle3(*settings: str) -> Tried:
@@ -45,4 +46,5 @@ DRAFTERS: dict[str, Tried] = {
     "dspark": _dflash("drafter.markov_rank=32", "drafter.sample_from_anchor=true"),
     "dspark-from-mask": _dflash("drafter.markov_rank=32"),
     "dflash2": _dflash("drafter.selector_rank=32", "drafter.conv_kernel_size=3"),
+    "mtp": Tried("mtp", hybrid=True),
 }

@@ -41,7 +41,8 @@ class Engine(ABC):
         """Continue each prompt greedily.
 
         Args:
-            line: as `headstart export` printed it for `folder`.
+            line: as `headstart export` printed it for `folder`, which is a copy of the target with
+                the drafter in it where the line names no other model.
 
         Raises:
             subprocess.CalledProcessError: the engine stopped; its `stderr` says why.
@@ -75,8 +76,11 @@ class Vllm(Engine):
         self, line: str, target: Path, folder: Path, prompts: list[Prompt], new_tokens: int,
         tokenizer: Any,
     ) -> list[Decoded]:  # fmt: skip
+        settings = self._settings(line)
+        alone = "model" not in settings
         job = {
-            "target": str(target), "speculative": self._settings(line),
+            "target": str(folder if alone else target), "speculative": settings,
+            "dtype": "bfloat16" if alone else "float32",
             "prompts": [prompt.tokens for prompt in prompts], "new_tokens": new_tokens,
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
@@ -113,11 +117,11 @@ class LlamaCpp(Engine):
         tokenizer: Any,
     ) -> list[Decoded]:  # fmt: skip
         drafter = folder / "drafter.gguf"
-        if self._target is None:
-            self._target = folder.parent.parent / "target.gguf"
-            self._convert(target, "--outfile", str(self._target))
         of_target = ["--target-model-dir", str(target)] * ("--target-model-dir" in line)
         self._convert(folder, *of_target, "--outfile", str(drafter))
+        models = ["-m", str(drafter)]
+        if " -md " in line:
+            models = ["-m", str(self._converted(target, folder.parent.parent)), "-md", str(drafter)]
         program = self.folder / "build" / "bin" / "llama-speculative-simple"
         kind, depth = _after(line, "--spec-type"), str(self.depth(line))
         enough = str(new_tokens + 16)  # what it writes last may be missing from its output
@@ -127,15 +131,20 @@ class LlamaCpp(Engine):
                 file.write(prompt.text)
                 file.flush()
                 ran = _run(
-                    [str(program), "-m", str(self._target), "-md", str(drafter),
-                     "--spec-type", kind, "--spec-draft-n-max", depth, "-f", file.name,
-                     "-n", enough, *self._OPTIONS]
+                    [str(program), *models, "--spec-type", kind, "--spec-draft-n-max", depth,
+                     "-f", file.name, "-n", enough, *self._OPTIONS]
                 )  # fmt: skip
             accepted = re.findall(r"accepted (\d+)/", ran.stderr)
             text = ran.stdout.partition(prompt.text)[2]
             rounds = [int(count) + 1 for count in accepted]
             found.append(Decoded(text, until(rounds, new_tokens)))
         return found
+
+    def _converted(self, target: Path, folder: Path) -> Path:
+        if self._target is None:
+            self._target = folder / "target.gguf"
+            self._convert(target, "--outfile", str(self._target))
+        return self._target
 
     def _convert(self, folder: Path, *options: str) -> None:
         worker = str(_HERE / "to_gguf.py")

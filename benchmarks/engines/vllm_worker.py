@@ -1,7 +1,7 @@
 """Runs in vLLM's environment: `python vllm_worker.py JOB.json FOUND.json`.
 
-JOB is an object with `target`, `speculative` (vLLM's settings), `prompts` (lists of token ids) and
-`new_tokens`. FOUND gets for each prompt the token ids that each step wrote.
+JOB is an object with `target`, `dtype`, `speculative` (vLLM's settings), `prompts` (lists of token
+ids) and `new_tokens`. FOUND gets for each prompt the token ids that each step wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(job: dict[str, Any]) -> list[list[list[int]]]:
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
     model = LLM(
-        job["target"], dtype="float32", max_model_len=1024, max_num_seqs=4, enforce_eager=True,
+        job["target"], dtype=job["dtype"], max_model_len=1024, max_num_seqs=4, enforce_eager=True,
         enable_prefix_caching=False, speculative_config=job["speculative"],
     )  # fmt: skip
     engine, found = model.llm_engine, []
