@@ -19,7 +19,7 @@ from headstart.heads.artifacts.files import METRICS, WEIGHTS
 from headstart.heads.core import gathered
 from headstart.heads.core.files import flush_folder
 
-from ..fit.checkpoints import last_checkpoint
+from ..fit.checkpoints import last_checkpoint, step_of
 from ..recipe import Train
 from .folders import StageError, StageFolder, stage_folders
 
@@ -34,7 +34,7 @@ _TO_CONTINUE = (
 
 def kept_checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder that hold weights, by step: the best one and the last."""
-    found = {int(p.name.partition("-")[2]): p for p in folder.glob("checkpoint-*") if p.is_dir()}
+    found = {step_of(p): p for p in folder.glob("checkpoint-*") if p.is_dir()}
     return {step: found[step] for step in sorted(found) if (found[step] / WEIGHTS).is_file()}
 
 
