@@ -124,6 +124,29 @@ def test_a_training_that_its_epochs_ended_goes_on_by_more_of_them(
     assert bounds == [(1.0, 6), (2.0, 12)] and metrics["steps"] == 12
 
 
+def test_a_training_that_time_ended_goes_on_by_more_of_it(tiny: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "tiny"
+    timed = ["train.max_steps=100000", "train.eval_every=null", "train.max_seconds=1"]
+    pipeline.train(load_recipe(tiny, timed))
+    (first,) = read_manifest(root / "heads").metrics["schedules"]
+    longer = [*timed[:2], "train.max_seconds=3", "train.extend=true"]
+    pipeline.train(load_recipe(tiny, longer))
+    metrics, found = read_manifest(root / "heads").metrics, ids(root)
+    assert [of["max_seconds"] for of in metrics["schedules"]] == [1.0, 3.0]
+    assert first["steps"] < metrics["steps"] < 100_000 and metrics["seconds"] >= 3
+    pipeline.train(load_recipe(tiny, longer))
+    assert ids(root) == found
+    with pytest.raises(StageError, match=r"fewer than 100000 steps and at most 0\.5 s whose other"):
+        pipeline.train(load_recipe(tiny, [*longer, "train.max_seconds=0.5"]))
+    # More steps after a training that no time bounded, within one: it has taken less.
+    pipeline.train(load_recipe(tiny))
+    pipeline.train(
+        load_recipe(tiny, ["train.max_steps=20", "train.max_seconds=600", "train.extend=true"])
+    )
+    schedules = read_manifest(root / "heads").metrics["schedules"]
+    assert [of["max_seconds"] for of in schedules] == [None, 600.0]
+
+
 @pytest.mark.parametrize("cut", [True, False])
 def test_checkpoints_are_chosen_by_the_present_settings_of_decoding(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
