@@ -141,6 +141,7 @@ def train_drafter(
     trainer = trainer_class(
         module, args, rows, train, validation,
         student_text=student, flops=flops, features=features,
+        evaluation=evaluation_settings(recipe),
     )  # fmt: skip
     report = trainer.fit()
     evaluated = {

@@ -67,13 +67,16 @@ def trainer_of(
     spec: Train,
     validate: Validate,
     data: Rows | None = None,
+    evaluation: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> DrafterTrainer:
     """The trainer that a recipe's run would use, by default on `rows()`."""
     module_class, trainer_class = training_classes(drafter)
     module = module_class(drafter.target, drafter, spec.head_decay, spec.loss)
     args = training_arguments(spec, folder, seed=3, **arguments)
-    return trainer_class(module, args, data or rows(), spec, validate, progress=False)
+    return trainer_class(
+        module, args, data or rows(), spec, validate, progress=False, evaluation=evaluation
+    )
 
 
 class Killed(Exception):

@@ -25,6 +25,7 @@ from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts
 from headstart.train.fit.clock import Clock
+from headstart.train.fit.trainer import DrafterTrainer
 from headstart.train.fit.validate import measure_tau
 from headstart.train.recipe import load_recipe
 from headstart.train.stages.folders import StageError
@@ -121,6 +122,62 @@ def test_a_training_that_its_epochs_ended_goes_on_by_more_of_them(
     metrics = read_manifest(root / "heads").metrics
     bounds = [(of["epochs"], of["steps"]) for of in metrics["schedules"]]
     assert bounds == [(1.0, 6), (2.0, 12)] and metrics["steps"] == 12
+
+
+def test_a_training_that_time_ended_goes_on_by_more_of_it(tiny: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "tiny"
+    timed = ["train.max_steps=100000", "train.eval_every=null", "train.max_seconds=1"]
+    pipeline.train(load_recipe(tiny, timed))
+    (first,) = read_manifest(root / "heads").metrics["schedules"]
+    longer = [*timed[:2], "train.max_seconds=3", "train.extend=true"]
+    pipeline.train(load_recipe(tiny, longer))
+    metrics, found = read_manifest(root / "heads").metrics, ids(root)
+    assert [of["max_seconds"] for of in metrics["schedules"]] == [1.0, 3.0]
+    assert first["steps"] < metrics["steps"] < 100_000 and metrics["seconds"] >= 3
+    pipeline.train(load_recipe(tiny, longer))
+    assert ids(root) == found
+    with pytest.raises(StageError, match=r"fewer than 100000 steps and at most 0\.5 s whose other"):
+        pipeline.train(load_recipe(tiny, [*longer, "train.max_seconds=0.5"]))
+    # More steps after a training that no time bounded, within one: it has taken less.
+    pipeline.train(load_recipe(tiny))
+    pipeline.train(
+        load_recipe(tiny, ["train.max_steps=20", "train.max_seconds=600", "train.extend=true"])
+    )
+    schedules = read_manifest(root / "heads").metrics["schedules"]
+    assert [of["max_seconds"] for of in schedules] == [None, 600.0]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_checkpoints_are_chosen_by_the_present_settings_of_decoding(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    """Of a training that was interrupted, or goes on, after others had measured some of them."""
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    more = ["train.max_steps=16"]
+    with monkeypatch.context() as patch:
+        if cut:  # with the checkpoints of all steps but the last
+            true = DrafterTrainer._save_checkpoint
+            patch.setattr(
+                DrafterTrainer, "_save_checkpoint",
+                lambda self, *given: (die if self.state.global_step == 16 else true)(self, *given),
+            )  # fmt: skip
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.train(load_recipe(tiny, more))
+        else:
+            pipeline.train(load_recipe(tiny))
+            more.append("train.extend=true")
+    pipeline.train(load_recipe(tiny, [*more, "decode.tree=chain:1"]))
+    root = tmp_path / "runs" / "tiny"
+    info = json.loads((root / "train" / "stage.json").read_text())["info"]
+    assert info["evaluation"]["tree"] == "chain:1" and {"12", "16"} <= info["evaluated"].keys()
+    assert all(measured["tree"] == [[0]] for measured in info["evaluated"].values())
+    metrics = read_manifest(root / "heads").metrics
+    assert metrics["steps"] == 16 and metrics["tree"] == [[0]]
+    best = max(info["evaluated"].values(), key=lambda measured: measured["tau"])
+    assert metrics["tau"] == best["tau"] == info["evaluated"][str(metrics["best_step"])]["tau"]
 
 
 def test_files_that_changed_are_read_again(tiny: Path, tmp_path: Path) -> None:

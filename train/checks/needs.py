@@ -37,7 +37,9 @@ class Needs:
     drafter: int  # its parameters
     disk: float  # at most
     memory: float  # at least, of each process
-    seconds: float | None  # at most, without measuring the drafter; None where a stage has no bound
+    # The sum of the stages' bounds, without measuring the drafter; None where a stage has none. A
+    # first shard of text, and a step or a validation that was begun, may take longer.
+    seconds: float | None
 
     @property
     def text(self) -> str:

@@ -63,8 +63,9 @@ def distill(
     """Write those of the missing shards that are this process's into `folder`.
 
     A row is drawn by (seed, its unit), with sampling noise keyed by the same, so it is the same
-    whichever process writes it, before or after a kill. After `spec.max_seconds` no further shard
-    is begun, but each process writes at least one.
+    whichever process writes it, before or after a kill. A process begins no further shard that
+    would not be whole after `spec.max_seconds`, by the mean time of those before, also before a
+    kill; but it writes at least one.
 
     Args:
         target: the model, or what loads it, which is called only where the model is needed.
@@ -86,6 +87,8 @@ def distill(
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = [k for k in shards or range(spec.shards) if k % world == rank]
     own = agree([k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))])
+    known = [_seconds(folder, k, spec.shards) for k in numbers if k not in own]
+    timed = [float(path.read_text()) for path in known if path.is_file()]
     for shard in set(numbers).difference(own):  # a kill may have come just before this
         writer.done(shard_units(writer.units, spec.shards, shard))
     due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
@@ -99,11 +102,11 @@ def distill(
         speed = tokens / (time.perf_counter() - started)
         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
 
-    for done, shard in enumerate(own):
-        seconds = agree(time.perf_counter() - started)
-        # One shard more is expected to take the mean time of those done.
+    for shard in own:
+        done, seconds = agree((len(timed), sum(timed)))
         if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
             break
+        begun = time.perf_counter()
         units = shard_units(writer.units, spec.shards, shard)
         info: dict[str, Any] = {"units": len(units), "of": writer.units}
         left = {"skipped": writer.skipped, _NOT_TAKEN: not_taken(spec, there)}
@@ -111,6 +114,9 @@ def distill(
         rows = _counted(writer, units, tick, info)
         write_shard(shard_path(folder, shard, spec.shards), rows, info)
         writer.done(units)
+        timed.append(time.perf_counter() - begun)
+        if spec.max_seconds:
+            write_atomically(_seconds(folder, shard, spec.shards), f"{timed[-1]:.3f}\n")
     bar.close()
     return Pace(tokens, time.perf_counter() - started)
 
@@ -134,6 +140,11 @@ def shard_units(units: int, shards: int, shard: int) -> range:
 def shard_path(folder: Path, shard: int, shards: int) -> Path:
     """Where a shard is written, without the suffixes of its files."""
     return folder / f"train-{shard:05d}-of-{shards:05d}"
+
+
+def _seconds(folder: Path, shard: int, shards: int) -> Path:
+    """The file with the time that a shard took, which counts for `distill.max_seconds`."""
+    return shard_path(folder, shard, shards).with_suffix(".seconds")
 
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:

@@ -115,19 +115,47 @@ class Metrics(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
     ) -> None:
-        named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        self._write(state, {n: value for n, value in named.items() if n not in LEFT_OUT})
+        self._write(state, _validation(metrics))
+        self.mark = time.perf_counter()
+
+    def replace_validations(
+        self, state: Any, measured: Mapping[int, tuple[float, Mapping[str, Any]]]
+    ) -> None:
+        """Put others in the place of all validations so far.
+
+        Args:
+            measured: by step, the seconds of training and what was measured, as in `on_evaluate`.
+        """
+        lines = [line for line in map(json.loads, self.lines) if "tau" not in line]
+        for step, (seconds, metrics) in measured.items():
+            lines.append(_line(step, seconds, _validation(metrics)))
+        lines.sort(key=lambda line: line["step"])
+        self.lines = [json.dumps(line, allow_nan=False) + "\n" for line in lines]
+        self._save(state)
         self.mark = time.perf_counter()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.mark = time.perf_counter()
 
     def _write(self, state: Any, found: dict[str, Any]) -> None:
-        line = {"step": state.global_step, "seconds": round(self.clock.seconds, 3)} | found
-        known = {name: finite(value) for name, value in line.items() if value is not None}
-        self.lines.append(json.dumps(known, allow_nan=False) + "\n")
+        line = _line(state.global_step, self.clock.seconds, found)
+        self.lines.append(json.dumps(line, allow_nan=False) + "\n")
+        self._save(state)
+
+    def _save(self, state: Any) -> None:
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(self.lines))
+
+
+def _line(step: int, seconds: float, found: Mapping[str, Any]) -> dict[str, Any]:
+    line = {"step": step, "seconds": round(seconds, 3), **found}
+    return {name: finite(value) for name, value in line.items() if value is not None}
+
+
+def _validation(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line tells of a validation."""
+    named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    return {name: value for name, value in named.items() if name not in LEFT_OUT}
 
 
 def finite(value: Any) -> Any:

@@ -38,6 +38,7 @@ class Reached:
     prepared: float | None = None  # seconds before the first step; None before it
     # steps and seconds before the first step of a joint training's second stage; None before it
     began: Sequence[float] | None = None
+    evaluation: dict[str, Any] | None = None  # the settings that measured its validations
 
 
 def finish_checkpoint(folder: Path, spread: Spread, reached: Reached) -> None:
@@ -58,7 +59,12 @@ def keep_only(folder: Path, kept: Iterable[Path]) -> None:
 def whole_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that were written whole, in the order of their steps."""
     whole = [file.parent for file in folder.glob(f"checkpoint-*/{COMPLETE}")]
-    return sorted(whole, key=lambda path: int(path.name.partition("-")[2]))
+    return sorted(whole, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.partition("-")[2])
 
 
 def last_checkpoint(folder: Path) -> Path | None:

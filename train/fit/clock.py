@@ -80,6 +80,7 @@ class Clock(TrainerCallback):
         self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any
     ) -> None:
         if state.global_step:  # resumed
+            self.start(self.seconds)  # what was prepared again is counted once
             self.read(state.global_step, self.seconds)
             # The optimizer's state has the next rate of the schedule that it was saved under: 0
             # where that had ended, and this one goes on.

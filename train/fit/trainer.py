@@ -62,6 +62,7 @@ from .epochs import NextEpoch, make_batches, steps_of
 from .feature_files import FeatureFolder
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
+from .revalidation import Revalidation
 from .target_with_drafter import TargetWithDrafter
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class DrafterTrainer(Trainer):
     Args:
         args: see `training_arguments`.
         validation: measures the drafter; its `tau` chooses the checkpoint.
+        evaluation: the settings of `validation`, as plain data, by which a resumed run knows
+            whether its validations compare with those before.
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
         flops: products of a training step for each token, see `Metrics`.
@@ -92,9 +95,10 @@ class DrafterTrainer(Trainer):
         student_text: StudentText | None = None,
         flops: float | None = None,
         features: FeatureFolder | None = None,
+        evaluation: dict[str, Any] | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
-        self.student_text, self.features = student_text, features
+        self.student_text, self.features, self.evaluation = student_text, features, evaluation
         self.folder = Path(args.output_dir or "")
         self.batches = make_batches(module, args, rows, spec)
         if spec.epochs is not None:
@@ -105,6 +109,7 @@ class DrafterTrainer(Trainer):
             self.folder.parent / METRICS, self.clock, rows.lengths, self.batches.world,
             flops and flops * self.batches.world / args.world_size,
         )  # fmt: skip
+        self.revalidation = Revalidation(self.measure, self.metrics)
         self.signals, self.stopped, self.progress = StopSignals(), False, progress
         self.loss_total = 0.0  # of all steps so far
         self.began: Sequence[float] | None = None  # see `Reached`
@@ -119,8 +124,9 @@ class DrafterTrainer(Trainer):
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
             callbacks=[
                 _StepEnd(self),
-                self.clock,
                 self.metrics,
+                self.revalidation,
+                self.clock,
                 Progress(self.clock, progress),
                 NextEpoch(self.batches),
             ],
@@ -151,6 +157,9 @@ class DrafterTrainer(Trainer):
         reached = read_checkpoint(resume, self.spread()) if resume else Reached()
         self.clock.start(reached.seconds)
         self.loss_total, self.began = reached.loss, reached.began
+        if reached.evaluation != self.evaluation:
+            whole, how = from_process_0(whole_checkpoints(self.folder)), self.spread()
+            self.revalidation.due = {path: read_checkpoint(path, how).seconds for path in whole}
         limit = self.spec.feature_cache_mb
         cached = self.module.fill_cache(self.rows, limit, self.progress and is_process_0())
         if self.features is not None and not cached:
@@ -309,11 +318,17 @@ class DrafterTrainer(Trainer):
         """Log what was measured of the speed too, for `metrics.jsonl` and all trackers."""
         super().log(logs | self.metrics.measured() if "loss" in logs else logs, *args, **kwargs)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Decode the validation prompts; every process does, and process 0's figures count."""
+    def measure(self, checkpoint: Path | None = None) -> dict[str, Any]:
+        """What the validation says, of a checkpoint's weights if given, which stay loaded."""
+        if checkpoint is not None:
+            self._load_from_checkpoint(str(checkpoint))
         with gathered(self.module.drafter, *ends_of(self.module.target)):
             measured = from_process_0(self.validation(self.module.drafter))
-        metrics = {f"eval_{name}": value for name, value in measured.items()}
+        return {f"eval_{name}": value for name, value in measured.items()}
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Decode the validation prompts; every process does, and process 0's figures count."""
+        metrics = self.measure()
         self.log(scalars(metrics))
         entry: dict[str, Any] = {"step": self.state.global_step} | metrics
         self.state.log_history[-1] = entry
@@ -339,7 +354,7 @@ class DrafterTrainer(Trainer):
         wait_for_all()
         if self.args.should_save:
             known = self.clock.seconds, self.loss_total, self.clock.prepared
-            reached = Reached(*known, self.began)
+            reached = Reached(*known, self.began, self.evaluation)
             finish_checkpoint(folder, self.spread(), reached)
             keep_only(self.folder, [folder, Path(self.state.best_model_checkpoint or folder)])
 

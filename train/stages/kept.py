@@ -19,7 +19,7 @@ from headstart.heads.artifacts.files import METRICS, WEIGHTS
 from headstart.heads.core import gathered
 from headstart.heads.core.files import flush_folder
 
-from ..fit.checkpoints import last_checkpoint
+from ..fit.checkpoints import last_checkpoint, step_of
 from ..recipe import Train
 from .folders import StageError, StageFolder, stage_folders
 
@@ -34,7 +34,7 @@ _TO_CONTINUE = (
 
 def kept_checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder that hold weights, by step: the best one and the last."""
-    found = {int(p.name.partition("-")[2]): p for p in folder.glob("checkpoint-*") if p.is_dir()}
+    found = {step_of(p): p for p in folder.glob("checkpoint-*") if p.is_dir()}
     return {step: found[step] for step in sorted(found) if (found[step] / WEIGHTS).is_file()}
 
 
@@ -85,34 +85,43 @@ def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]
     Raises:
         StageError: there is none.
     """
-    steps = settings["train"]["max_steps"]
+    steps, seconds = settings["train"]["max_steps"], settings["train"]["max_seconds"]
 
     def unbounded(settings: dict[str, Any]) -> dict[str, Any]:
         bounds = {"max_steps": None, "max_seconds": None, "epochs": None}
         kept = {key: value for key, value in settings.items() if key != "extends"}
         return kept | {"train": kept["train"] | bounds}
 
-    found = [
-        folder
-        for folder in stage_folders(root, "train")
-        if folder.record is not None
-        and folder.record["reads"] == reads
-        and unbounded(folder.record["settings"]) == unbounded(settings)
-        and _bounds(folder.record["settings"]) != _bounds(settings)
-        and all(map(operator.le, _bounds(folder.record["settings"]), _bounds(settings)))
-    ]
+    def goes_on(record: dict[str, Any]) -> bool:
+        before, info = record["settings"], record["info"]
+        allowed = _bounds(before, unlimited=info["seconds"])  # it has taken no more
+        return (
+            record["reads"] == reads
+            and unbounded(before) == unbounded(settings)
+            and _bounds(before) != _bounds(settings)
+            and all(map(operator.le, allowed, _bounds(settings)))
+            and info["steps"] < steps
+        )
+
+    folders = stage_folders(root, "train")
+    found = [each for each in folders if each.record is not None and goes_on(each.record)]
     if not found:
+        within = "" if seconds is None else f" and at most {seconds:g} s"
         raise StageError(
             f"train.extend is true, but {root} holds no finished training of fewer than {steps} "
-            "steps whose other settings are the same; leave train.extend out to train anew"
+            f"steps{within} whose other settings are the same; leave train.extend out to train anew"
         )
     return max(found, key=lambda folder: (folder.record or {})["info"]["steps"])
 
 
-def _bounds(settings: dict[str, Any]) -> tuple[float, float]:
-    """How many steps and how many epochs settings of the stage `train` allow."""
+def _bounds(settings: dict[str, Any], unlimited: float = math.inf) -> tuple[float, float, float]:
+    """The steps, epochs and seconds that settings of the stage `train` allow.
+
+    Args:
+        unlimited: the seconds where they set no limit.
+    """
     train = settings["train"]
-    return train["max_steps"], train.get("epochs") or math.inf
+    return train["max_steps"], train.get("epochs") or math.inf, train["max_seconds"] or unlimited
 
 
 def check_can_go_on(earlier: StageFolder, spec: Train) -> None:

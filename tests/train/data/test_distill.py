@@ -149,6 +149,20 @@ def test_time_cuts_the_examples_but_not_the_first_shard(
     assert "6 of 20 texts (1 of 3 shards)" in caplog.text
 
 
+def test_a_restart_has_the_time_that_was_left(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    short, enough = replace(SPEC, max_seconds=1e-6), replace(SPEC, max_seconds=600.0)
+    assert len(write(tmp_path, tokenizer, short)) == 6
+    assert len(write(tmp_path, tokenizer, short)) == 6
+    # Another process begins with a shard of its own.
+    assert len(write(tmp_path, tokenizer, short, rank=1, world=2)) == 13
+    (tmp_path / "train-00000-of-00003.seconds").write_text("599")
+    assert len(write(tmp_path, tokenizer, enough)) == 13
+    (tmp_path / "train-00000-of-00003.seconds").write_text("1")
+    assert len(write(tmp_path, tokenizer, enough)) == 20
+
+
 def test_refusals(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(DistillError, match="none of the 5 training documents"):
         write(tmp_path, tokenizer, replace(SPEC, prefix_tokens=10_000))

@@ -303,20 +303,23 @@ def test_little_time_left_for_steps_is_said(bound: float | None, said: bool) -> 
 def test_a_resumed_run_goes_on_at_the_share_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = TargetWithDrafter.fill_cache
+    fill, now, passed = TargetWithDrafter.fill_cache, time.perf_counter, 0.0
 
     def slow(self: TargetWithDrafter, *args: Any) -> bool:
-        time.sleep(0.2)
+        nonlocal passed
+        passed += 600.0
         return fill(self, *args)
 
     monkeypatch.setattr(TargetWithDrafter, "fill_cache", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now() + passed)
     spec = replace(SPEC, max_seconds=1000.0, eval_every=4)
     first = trainer(tmp_path, spec)
     first.fit()
-    assert 0.2 <= first.clock.prepared < first.clock.seconds
+    assert 600 <= first.clock.prepared < first.clock.seconds < 800
     again = trainer(tmp_path, replace(spec, max_steps=16))
-    again.fit()
+    again.fit()  # its features again are of no time of training
     assert again.clock.prepared == first.clock.prepared
+    assert first.clock.seconds < again.clock.seconds < 800 and again.state.global_step == 16
 
 
 def test_time_already_trained_counts_after_a_resume(tmp_path: Path) -> None:
