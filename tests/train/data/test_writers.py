@@ -379,15 +379,17 @@ def test_given_answers(tmp_path: Path, supervise: str) -> None:
         found[rows.id(number)] = (tokenizer.decode(row.tokens), taught)
     head, answer = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", f"yes it is{END}"
     more = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert found == {
-        "g:1": (head + answer + more + answer, answer * (2 if supervise == "all" else 1)),
+    every = supervise == "all"
+    expected = {
+        "g:1": (head + answer + more + answer, answer * (2 if every else 1)),
         "g:3": ("def one():\n    return 1</s>", "\n    return 1</s>"),
         "g:4": ("some text", "ome text"),
-        "g:5": (head + answer, answer),
     }
+    cut = {"g:5": (head + answer, answer)} if every else {}  # whose last answer does not fit
+    assert found == expected | cut
     counts = summary(spec, tmp_path)
-    assert {k: counts[k] for k in ("kept", "cut", "empty", "too_long", "rows")} == {
-        "kept": 4, "cut": 1, "empty": 1, "too_long": 1, "rows": 4,
+    assert {k: counts.get(k, 0) for k in ("kept", "cut", "empty", "too_long", "rows")} == {
+        "kept": 3 + every, "cut": int(every), "empty": 1, "too_long": 2 - every, "rows": 3 + every,
     }  # fmt: skip
     told = count_prompts(spec, tokenizer, GIVEN, settings).known()
     assert told == {name: counts[name] for name in told}

@@ -188,7 +188,12 @@ def _row(tokens: np.ndarray, first: int) -> Rendered:
 def _fitted(
     id: str, rows: list[Rendered], supervise: str, length: int | None, turns: bool
 ) -> Written:
-    """Rows cut to `length`: chats between turns, other texts at a token; and what was cut."""
+    """Rows cut to `length`: chats between turns, other texts at a token; and what was cut.
+
+    Where the last answer alone is taught, the row is left out unless that fits.
+    """
+    if supervise == "last":
+        rows = [row.last() for row in rows[-1:]]
     counts = Counts()
     fitted = []
     for row in rows:
@@ -204,8 +209,6 @@ def _fitted(
             fitted.append(part)
         if part is not row:
             counts.cut = 1
-    if rows and rows[0].answers and not fitted:
+    if rows and not fitted:
         counts = Counts(too_long=1)
-    if supervise == "last":
-        fitted = [row.last() for row in fitted[-1:]]
     return written(id, fitted, counts)

@@ -26,7 +26,7 @@ class Counts:
 
     Attributes:
         kept: units that gave a row; cut: those among them whose last turns did not fit.
-        too_long: left out, since not even the first answer fits; empty: left out without an answer,
+        too_long: left out, since no answer that is taught fits; empty: left out without an answer,
             or ended before a question that a server answered with nothing.
         unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
         refused: chats that the chat template or the server refused.
