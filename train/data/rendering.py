@@ -63,6 +63,12 @@ class Rendered:
         end = kept[-1][1] if kept else 0
         return Rendered(self.tokens[:end], self.supervised[:end], kept)
 
+    def truncated(self, length: int) -> Rendered:
+        """The first answer, as far as it is within the first `length` tokens; perhaps none."""
+        first = self.answers[0][0]
+        kept = [(first, length)] if first < length else []
+        return Rendered(self.tokens[:length], self.supervised[:length], kept)
+
     def last(self) -> Rendered:
         """The same row with its last answer alone supervised."""
         mask = self.supervised.copy()

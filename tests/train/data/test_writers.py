@@ -395,6 +395,39 @@ def test_given_answers(tmp_path: Path, supervise: str) -> None:
     assert told == {name: counts[name] for name in told}
 
 
+def test_all_of_a_long_text_is_taught(tmp_path: Path) -> None:
+    """In rows that follow one another, the same whichever process writes them."""
+    texts = [Document(f"t:{n}", WORDS[n:] * (1 + 3 * n)) for n in range(5)]
+    spec = replace(SPEC, writer="given", max_length=20, examples=4)
+    rows = written(tmp_path / "one", spec, documents=texts)
+    tokenizer = chat_tokenizer(CHATML)
+    for document in texts:
+        mine = [row for row in rows if row.id == document.id]
+        assert all(len(row.tokens) == 20 for row in mine[:-1])
+        assert all(not row.supervised[0] and row.supervised[1:].all() for row in mine)
+        text = tokenizer.decode(np.concatenate([[], *(row.tokens for row in mine)]).astype(int))
+        if mine:  # a token that is left over would be a row that teaches nothing
+            assert text in (document.text, document.text[:-1])
+    assert len({row.id for row in rows}) == 4  # as many texts as examples
+    counts = summary(spec, tmp_path / "one")
+    assert (counts["kept"], counts["split"], counts["rows"]) == (4, 4, len(rows))
+    assert "cut" not in counts and "truncated" not in counts
+    for rank in (1, 0):
+        how = {"documents": texts, "rank": rank, "world": 2}
+        again = written(tmp_path / "two", spec, **how)
+    assert same(again, rows) and len(again) == len(rows)
+
+
+def test_long_answers_to_prompts_are_truncated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(SPEC, writer="given", max_length=20)
+    (row,) = written(tmp_path, spec, documents=[Document("p", "def one():", answer="w" * 99)])
+    assert chat_tokenizer(CHATML).decode(row.tokens[row.supervised]) == "w" * 10
+    assert summary(spec, tmp_path)["truncated"] == 1 and "cut" not in summary(spec, tmp_path)
+    assert "1 answer truncated: longer than max_length allows" in caplog.text
+
+
 @pytest.mark.parametrize("writer", ["given", "own"])
 def test_documents_that_are_not_taken_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
