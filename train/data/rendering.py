@@ -17,7 +17,7 @@ import datetime
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -289,10 +289,14 @@ class ChatRenderer:
             return []
         prompts = self._texts([messages[:at] for at in places], True, tools)
         wholes = self._texts([messages[: at + 1] for at in places], False, tools)
-        return [
+        turns = [
             self._turn(messages[: at + 1], prompt, text, tools, open_end and at == places[-1])
             for at, prompt, text in zip(places, prompts, wholes, strict=True)
         ]
+        if self.plain and not open_end:  # no token ends a turn, so the end of text ends the chat
+            end = str(self.tokenizer.eos_token or "")
+            turns[-1] = replace(turns[-1], whole=turns[-1].whole + end)
+        return turns
 
     def _turn(
         self, messages: Sequence[Message], prompt: str, text: str, tools: Tools, open_end: bool
