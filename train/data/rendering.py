@@ -196,7 +196,7 @@ class ChatRenderer:
             tools: the chat's own; those of the recipe when None.
 
         Raises:
-            ChatTemplateError: the template refuses the chat's roles, or does not end.
+            ChatTemplateError: the template refuses the chat, or does not end.
         """
         return in_time(lambda: self._texts([messages], prompt, tools)[0])
 
@@ -242,7 +242,7 @@ class ChatRenderer:
             open_end: the last answer was not finished: it has no end-of-turn token.
 
         Raises:
-            ChatTemplateError: the template refuses a chat's roles, or drops what it is to teach.
+            ChatTemplateError: the template refuses a chat, or drops what it is to teach.
         """
         turns = [self.turns(messages, tools, open_end) for messages, tools in chats]
         ids = iter(self.encoder([text for each in turns for text in self.turn_texts(each)]))

@@ -124,7 +124,7 @@ class Chat:
     """How chats are rendered, and which of their turns are trained on."""
 
     supervise: str = one_of("all", "last")  # answers of a chat that are given
-    # at a chat whose roles the tokenizer's template refuses, such as a system prompt
+    # at a chat that the tokenizer's template refuses, such as one with a system prompt
     refused: str = one_of("raise", "skip")
     system: str | None = None  # the system prompt of chats that have none
     # arguments of the tokenizer's template, such as {enable_thinking: false}

@@ -20,7 +20,7 @@ from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.data.writers.replay import Replay
 from headstart.train.recipe import Chat, Distill
-from tests.support.chats import CHATML, GEMMA, QWEN3, chat_tokenizer
+from tests.support.chats import CHATML, GEMMA, HARMONY, QWEN3, chat_tokenizer
 from tests.support.talker import talker
 
 END = "<|im_end|>"
@@ -330,6 +330,55 @@ def test_the_history_is_what_was_written_to_the_space() -> None:
     assert len(replay.rows) == 1
 
 
+HARMONY_ANSWER = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>Hello.<|end|>"
+)
+
+
+def harmony_replay(refused: str = "skip", form: Any = None) -> Replay:
+    """A chat of two questions, the first of which was answered with thinking."""
+    tokenizer: Any = chat_tokenizer(HARMONY)
+    tokenizer.response_template = form
+    end: Any = tokenizer.convert_tokens_to_ids("<|end|>")
+    spec = replace(SPEC, prefix_tokens=300, max_length=900)
+    renderer = ChatRenderer(tokenizer, Chat(refused=refused))
+    replay = Replay(chat("c:1", "Hi", "Why?"), renderer, spec, {end})
+    assert replay.ask() is not None
+    replay.take(tokenizer(HARMONY_ANSWER, add_special_tokens=False)["input_ids"])
+    return replay
+
+
+def test_own_answers_that_the_template_refuses_end_a_chat() -> None:
+    replay = harmony_replay()
+    assert replay.ask() is None
+    counts = replay.result().counts
+    assert (counts.kept, counts.refused, counts.cut, counts.empty) == (1, 1, 0, 0)
+    said = "1 chat left out or ended early: refused by the chat template"
+    assert list(counts.left_out(SPEC)) == [said]
+    with pytest.raises(DistillError) as refused:
+        harmony_replay("raise").ask()
+    assert str(refused.value) == (
+        "c:1: the tokenizer's chat template refuses a chat of the roles user, assistant, user "
+        "(found <|channel|> in content); its answers are the target's own: set "
+        "distill.turns=first, set chat.refused=skip, or set distill.chat=plain."
+    )
+
+
+def test_answers_are_taken_apart_as_the_tokenizer_says() -> None:
+    fields: dict[str, dict[str, Any]] = {
+        "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "content": {"open": "<|channel|>final<|message|>", "close": "<|end|>"},
+    }
+    form = {"start_anchor": "<|start|>assistant", "fields": fields}
+    replay = harmony_replay(form=form)
+    asked = replay.ask()
+    assert asked is not None and replay.counts == units.Counts()
+    assert asked.messages[1] == {"role": "assistant", "content": "Hello.", "thinking": "Hm."}
+    fields["thinking"] |= {"open": "<other>", "optional": False}  # the answer is of no such form
+    assert harmony_replay(form=form).ask() is None
+
+
 @pytest.mark.parametrize("writer", ["own", "given"])
 def test_chats_that_the_template_refuses_are_left_out_where_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
@@ -346,7 +395,8 @@ def test_chats_that_the_template_refuses_are_left_out_where_asked(
     assert {row.id for row in rows} == {document.id for document in CHATS}
     counts = summary(spec, tmp_path / "skip")
     assert (counts["kept"], counts["refused"]) == (9, 1)
-    assert "1 chat left out: refused by the chat template" in caplog.text
+    what = "left out" if writer == "given" else "left out or ended early"
+    assert f"1 chat {what}: refused by the chat template" in caplog.text
     with pytest.raises(DistillError, match=r"none of 1 training .* the chat template refuses 1"):
         written(tmp_path / "none", spec, documents=[refused], **skip)
 

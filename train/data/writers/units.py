@@ -30,7 +30,8 @@ class Counts:
         too_long: left out, since no answer that is taught fits; empty: left out without an answer,
             or ended before a question that a server answered with nothing.
         unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
-        refused: chats that the chat template or the server refused.
+        refused: chats that the chat template or the server refused, as a whole or at a later
+            question.
         rows: training rows; tokens: of all rows; supervised: those that are trained on.
         answers: in the rows; openings: those among them whose first token is supervised, and the
             one after it, which is the first that a drafter drafts.
@@ -80,7 +81,8 @@ class Counts:
             )
         if self.refused:
             who = "chat template" + (" or the server" if spec.writer == "openai" else "")
-            yield f"{counted(self.refused, 'chat')} left out: refused by the {who}"
+            what = "left out" + ("" if spec.writer == "given" else " or ended early")
+            yield f"{counted(self.refused, 'chat')} {what}: refused by the {who}"
 
 
 @dataclass(frozen=True)
