@@ -146,7 +146,7 @@ def test_a_template_without_a_system_message_is_told(
     strict: str, no_weights: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", "--target", strict, "--system", "be brief"]) == 2
-    assert "refuses the roles system, user; leave out --system" in last_line(capsys)
+    assert "refuses a chat of the roles system, user; leave out --system" in last_line(capsys)
     for given in ([], ["--system", ""]):
         with pytest.raises(WeightsAreRead):
             main(["chat", "--target", strict, *given])

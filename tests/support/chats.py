@@ -73,6 +73,12 @@ MARKED = (  # marks what is to be trained on, without the end of the turn
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HARMONY = (  # as GPT-OSS: thinking is a field of a message, and refused in its content
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('found <|channel|> in content') }}"
+    "{% endif %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 TOOLS = (  # as Qwen2.5 writes tools and calls of them
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant\n{{ m.content }}"

@@ -37,7 +37,7 @@ from .early import corpus_bytes
 from .findings import Finding
 from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
-from .needs import Needs, check_needs, longest_row, needs_of
+from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
 from .pace import Pace, measure_steps, pace_of, texts_tokens
 from .plan import Plan, plan_run
@@ -106,7 +106,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     ]
     length = recipe.distill.row_tokens
     if recipe.distill.writer == "given":  # as long as the corpus' own texts
-        length = int(min(len(some[0]), longest_row(recipe.distill, plan.context)))
+        length = min(len(some[0]), recipe.distill.max_length or plan.context or len(some[0]))
     _try_training(recipe, target, texts, length, found)
     return found
 
@@ -180,6 +180,12 @@ def training_rows(
     ]
 
 
+def _rows_each(rows: Sequence[ShownRow]) -> float:
+    """Rows that a document made, in the mean; 1 where rows are of no document."""
+    ids = [row.document.id for row in rows if row.document is not None]
+    return len(ids) / len(set(ids)) if ids else 1.0
+
+
 def _try_training(
     recipe: Recipe, target: Any, texts: list[Tensor], length: int, found: Inspection
 ) -> None:
@@ -197,7 +203,8 @@ def _try_training(
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
     step = measure_steps(module, recipe, len(found.tokenizer), length)
-    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"])
+    documents = found.counts["training documents"]
+    found.pace = pace_of(recipe, wrote, step, documents, _rows_each(found.rows))
     module.release()
     if drafter.adapter is not None:
         drafter.adapter.detach()

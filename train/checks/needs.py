@@ -13,7 +13,7 @@ import torch
 from headstart.heads import TrainableDrafter
 from headstart.heads.core import total_bytes
 
-from ..recipe import Distill, Recipe
+from ..recipe import Recipe
 from ..sizes import (
     ARTIFACT,
     ROW_TOKEN,
@@ -62,9 +62,9 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
         return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
     distill, train = recipe.distill, recipe.train
     row = distill.row_tokens
-    rows = distill.examples * longest_row(distill, plan.context)
-    if distill.writer == "given":  # a token has at least a byte of text
-        rows = min(rows, recipe.corpus.max_bytes)
+    rows = distill.examples * row
+    if distill.writer == "given":  # texts make any number of rows; a token has a byte at least
+        rows = recipe.corpus.max_bytes
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
     depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
@@ -82,13 +82,6 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     return Needs(target, drafter, disk, memory, seconds)
 
 
-def longest_row(spec: Distill, context: int | None) -> float:
-    """Tokens of a row at most, of a target with this context; None is one without an end."""
-    if spec.writer != "given":
-        return spec.row_tokens
-    return spec.max_length or context or math.inf
-
-
 def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
     """Raise CheckError where the disk or the memory cannot be enough, whatever happens.
 
@@ -101,9 +94,10 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
         raise CheckError(f"{folder} cannot be written to; choose another folder (output=…)")
     free = shutil.disk_usage(folder).free
     if needs.disk > free:
+        key = "corpus.max_bytes" if recipe.distill.writer == "given" else "distill.examples"
         said = (
             f"the run may write {size(needs.disk)} into {folder}, which has {size(free)} free; "
-            "make room, choose another folder (output=…), or lower distill.examples"
+            f"make room, choose another folder (output=…), or lower {key}"
         )
         if not any(stage.record for stage in stage_folders(recipe.folder)):
             raise CheckError(said)

@@ -141,7 +141,7 @@ def render_chat(tokenizer: Any, messages: list[Message], tools: list[Any] | None
     """A chat as the tokenizer's template writes it, special tokens included.
 
     After a user's turn the text ends where the answer begins. Raises ChatTemplateError where the
-    template refuses the roles, or does not end.
+    template refuses the chat, or does not end.
 
     Args:
         tools: what the template is told of tools; a tokenizer may have a template for such chats.
@@ -165,7 +165,7 @@ def in_time(call: Callable[[], Result]) -> Result:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **how: Any) -> Any:
-    """What `apply_chat_template` returns; a ChatTemplateError where the template refuses roles.
+    """What `apply_chat_template` returns; a ChatTemplateError where the template refuses the chat.
 
     The template may take any time, see `in_time`.
     """
@@ -173,9 +173,13 @@ def apply_template(tokenizer: Any, messages: list[Message], **how: Any) -> Any:
 
     try:
         return tokenizer.apply_chat_template(messages, **how)
-    except (TemplateError, TypeError):  # its message may quote the chat
+    except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)[:80]
-        said = f"the tokenizer's chat template refuses the roles {roles}"
+        said = f"the tokenizer's chat template refuses a chat of the roles {roles}"
+        template = tokenizer.get_chat_template(how.get("chat_template"), how.get("tools"))
+        reason = " ".join(str(error).split())
+        if reason and str(error) in template:  # its own words alone: others may quote the chat
+            said += f" ({reason})"
         raise ChatTemplateError(said) from None
 
 

@@ -150,12 +150,21 @@ def chat_renderer(
         raise DistillError(str(error)) from None
 
 
-def leave_out(renderer: ChatRenderer, document: Document, error: ChatTemplateError) -> None:
-    """Raise DistillError for a chat that a template refuses, unless such chats are left out."""
+def leave_out(
+    renderer: ChatRenderer,
+    document: Document,
+    error: ChatTemplateError,
+    remedy: str = "drop the row",
+) -> None:
+    """Raise DistillError for a chat that a template refuses, unless such chats are left out.
+
+    Args:
+        remedy: what the error says to do, beside what settings of the recipe may help.
+    """
     if renderer.chat.refused == "skip" and not isinstance(error, EndlessTemplateError):
         return
     raise DistillError(
-        f"{document.id}: {error}; drop the row, set chat.refused=skip, or set distill.chat=plain."
+        f"{document.id}: {error}; {remedy}, set chat.refused=skip, or set distill.chat=plain."
     ) from None
 
 

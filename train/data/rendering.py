@@ -17,7 +17,7 @@ import datetime
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,12 @@ class Rendered:
         kept = [answer for answer in self.answers if answer[1] <= length]
         end = kept[-1][1] if kept else 0
         return Rendered(self.tokens[:end], self.supervised[:end], kept)
+
+    def truncated(self, length: int) -> Rendered:
+        """The first answer, as far as it is within the first `length` tokens; perhaps none."""
+        first = self.answers[0][0]
+        kept = [(first, length)] if first < length else []
+        return Rendered(self.tokens[:length], self.supervised[:length], kept)
 
     def last(self) -> Rendered:
         """The same row with its last answer alone supervised."""
@@ -190,7 +196,7 @@ class ChatRenderer:
             tools: the chat's own; those of the recipe when None.
 
         Raises:
-            ChatTemplateError: the template refuses the chat's roles, or does not end.
+            ChatTemplateError: the template refuses the chat, or does not end.
         """
         return in_time(lambda: self._texts([messages], prompt, tools)[0])
 
@@ -236,7 +242,7 @@ class ChatRenderer:
             open_end: the last answer was not finished: it has no end-of-turn token.
 
         Raises:
-            ChatTemplateError: the template refuses a chat's roles, or drops what it is to teach.
+            ChatTemplateError: the template refuses a chat, or drops what it is to teach.
         """
         turns = [self.turns(messages, tools, open_end) for messages, tools in chats]
         ids = iter(self.encoder([text for each in turns for text in self.turn_texts(each)]))
@@ -283,10 +289,14 @@ class ChatRenderer:
             return []
         prompts = self._texts([messages[:at] for at in places], True, tools)
         wholes = self._texts([messages[: at + 1] for at in places], False, tools)
-        return [
+        turns = [
             self._turn(messages[: at + 1], prompt, text, tools, open_end and at == places[-1])
             for at, prompt, text in zip(places, prompts, wholes, strict=True)
         ]
+        if self.plain and not open_end:  # no token ends a turn, so the end of text ends the chat
+            end = str(self.tokenizer.eos_token or "")
+            turns[-1] = replace(turns[-1], whole=turns[-1].whole + end)
+        return turns
 
     def _turn(
         self, messages: Sequence[Message], prompt: str, text: str, tools: Tools, open_end: bool

@@ -103,7 +103,7 @@ def test_a_chat_that_the_template_refuses_gives_no_prompt_where_asked(
         TEMPLATE + "{% if messages[1:] %}{{ raise_exception('no') }}{% endif %}"
     )
     skip = Chat(refused="skip")
-    with pytest.raises(DistillError, match="refuses the roles user, assistant"):
+    with pytest.raises(DistillError, match=r"roles user, assistant, user \(no\); drop"):
         make_prefixes(SPEC, tokenizer, DOCUMENTS)
     found = make_prefixes(SPEC, tokenizer, DOCUMENTS, skip)
     assert len(found) == len(DOCUMENTS) and found.skipped == 1  # the first chat's second prompt

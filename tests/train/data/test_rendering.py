@@ -99,7 +99,7 @@ MASKS: dict[str, tuple[str, list[dict[str, str]], dict[str, Any], list[str]]] = 
         "<|im_start|>assistant\n⟦Té, at 5.<|im_end|>⟧",
     ]),
     "no template": (None, CHAT, {}, [  # type: ignore[dict-item]
-        "User: Hi\n\nAssistant:⟦ Hello the⟧\n\nUser: And the Tea?\n\nAssistant:⟦ Té, at 5.⟧",
+        "User: Hi\n\nAssistant:⟦ Hello the⟧\n\nUser: And the Tea?\n\nAssistant:⟦ Té, at 5.</s>⟧",
     ]),
 }  # fmt: skip
 PIECES = {"mistral", "vicuna", "zephyr", "gemma"}
@@ -141,6 +141,13 @@ def test_masks_equal_hand_made_ones(name: str, pieces: bool) -> None:
     for at, (row, first, end) in zip(answers[-len(found) :], found, strict=True):
         assert row.tokens[:first].tolist() == renderer.prompt(messages[:at])
         assert row.supervised[first] and row.supervised[end - 1] and not row.supervised[first - 1]
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, None])
+def test_an_answer_that_was_not_finished_has_no_end(template: str | None) -> None:
+    tokenizer = chat_tokenizer(template)
+    (row,) = ChatRenderer(tokenizer).rows(CHAT, open_end=True)
+    assert shown(tokenizer, row).endswith(" at 5.⟧")
 
 
 def test_a_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.data.writers.replay import Replay
 from headstart.train.recipe import Chat, Distill
-from tests.support.chats import CHATML, GEMMA, QWEN3, chat_tokenizer
+from tests.support.chats import CHATML, GEMMA, HARMONY, QWEN3, chat_tokenizer
 from tests.support.talker import talker
 
 END = "<|im_end|>"
@@ -330,6 +330,55 @@ def test_the_history_is_what_was_written_to_the_space() -> None:
     assert len(replay.rows) == 1
 
 
+HARMONY_ANSWER = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>Hello.<|end|>"
+)
+
+
+def harmony_replay(refused: str = "skip", form: Any = None) -> Replay:
+    """A chat of two questions, the first of which was answered with thinking."""
+    tokenizer: Any = chat_tokenizer(HARMONY)
+    tokenizer.response_template = form
+    end: Any = tokenizer.convert_tokens_to_ids("<|end|>")
+    spec = replace(SPEC, prefix_tokens=300, max_length=900)
+    renderer = ChatRenderer(tokenizer, Chat(refused=refused))
+    replay = Replay(chat("c:1", "Hi", "Why?"), renderer, spec, {end})
+    assert replay.ask() is not None
+    replay.take(tokenizer(HARMONY_ANSWER, add_special_tokens=False)["input_ids"])
+    return replay
+
+
+def test_own_answers_that_the_template_refuses_end_a_chat() -> None:
+    replay = harmony_replay()
+    assert replay.ask() is None
+    counts = replay.result().counts
+    assert (counts.kept, counts.refused, counts.cut, counts.empty) == (1, 1, 0, 0)
+    said = "1 chat left out or ended early: refused by the chat template"
+    assert list(counts.left_out(SPEC)) == [said]
+    with pytest.raises(DistillError) as refused:
+        harmony_replay("raise").ask()
+    assert str(refused.value) == (
+        "c:1: the tokenizer's chat template refuses a chat of the roles user, assistant, user "
+        "(found <|channel|> in content); its answers are the target's own: set "
+        "distill.turns=first, set chat.refused=skip, or set distill.chat=plain."
+    )
+
+
+def test_answers_are_taken_apart_as_the_tokenizer_says() -> None:
+    fields: dict[str, dict[str, Any]] = {
+        "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "content": {"open": "<|channel|>final<|message|>", "close": "<|end|>"},
+    }
+    form = {"start_anchor": "<|start|>assistant", "fields": fields}
+    replay = harmony_replay(form=form)
+    asked = replay.ask()
+    assert asked is not None and replay.counts == units.Counts()
+    assert asked.messages[1] == {"role": "assistant", "content": "Hello.", "thinking": "Hm."}
+    fields["thinking"] |= {"open": "<other>", "optional": False}  # the answer is of no such form
+    assert harmony_replay(form=form).ask() is None
+
+
 @pytest.mark.parametrize("writer", ["own", "given"])
 def test_chats_that_the_template_refuses_are_left_out_where_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
@@ -346,7 +395,8 @@ def test_chats_that_the_template_refuses_are_left_out_where_asked(
     assert {row.id for row in rows} == {document.id for document in CHATS}
     counts = summary(spec, tmp_path / "skip")
     assert (counts["kept"], counts["refused"]) == (9, 1)
-    assert "1 chat left out: refused by the chat template" in caplog.text
+    what = "left out" if writer == "given" else "left out or ended early"
+    assert f"1 chat {what}: refused by the chat template" in caplog.text
     with pytest.raises(DistillError, match=r"none of 1 training .* the chat template refuses 1"):
         written(tmp_path / "none", spec, documents=[refused], **skip)
 
@@ -379,18 +429,75 @@ def test_given_answers(tmp_path: Path, supervise: str) -> None:
         found[rows.id(number)] = (tokenizer.decode(row.tokens), taught)
     head, answer = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", f"yes it is{END}"
     more = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert found == {
-        "g:1": (head + answer + more + answer, answer * (2 if supervise == "all" else 1)),
+    every = supervise == "all"
+    expected = {
+        "g:1": (head + answer + more + answer, answer * (2 if every else 1)),
         "g:3": ("def one():\n    return 1</s>", "\n    return 1</s>"),
         "g:4": ("some text", "ome text"),
-        "g:5": (head + answer, answer),
     }
+    cut = {"g:5": (head + answer, answer)} if every else {}  # whose last answer does not fit
+    assert found == expected | cut
     counts = summary(spec, tmp_path)
-    assert {k: counts[k] for k in ("kept", "cut", "empty", "too_long", "rows")} == {
-        "kept": 4, "cut": 1, "empty": 1, "too_long": 1, "rows": 4,
+    assert {k: counts.get(k, 0) for k in ("kept", "cut", "empty", "too_long", "rows")} == {
+        "kept": 3 + every, "cut": int(every), "empty": 1, "too_long": 2 - every, "rows": 3 + every,
     }  # fmt: skip
     told = count_prompts(spec, tokenizer, GIVEN, settings).known()
     assert told == {name: counts[name] for name in told}
+
+
+def test_all_of_a_long_text_is_taught(tmp_path: Path) -> None:
+    """In rows that follow one another, the same whichever process writes them."""
+    texts = [Document(f"t:{n}", WORDS[n:] * (1 + 3 * n)) for n in range(5)]
+    spec = replace(SPEC, writer="given", max_length=20, examples=4)
+    rows = written(tmp_path / "one", spec, documents=texts)
+    tokenizer = chat_tokenizer(CHATML)
+    for document in texts:
+        mine = [row for row in rows if row.id == document.id]
+        assert all(len(row.tokens) == 20 for row in mine[:-1])
+        assert all(not row.supervised[0] and row.supervised[1:].all() for row in mine)
+        text = tokenizer.decode(np.concatenate([[], *(row.tokens for row in mine)]).astype(int))
+        if mine:  # a token that is left over would be a row that teaches nothing
+            assert text in (document.text, document.text[:-1])
+    assert len({row.id for row in rows}) == 4  # as many texts as examples
+    counts = summary(spec, tmp_path / "one")
+    assert (counts["kept"], counts["split"], counts["rows"]) == (4, 4, len(rows))
+    assert "cut" not in counts and "truncated" not in counts
+    for rank in (1, 0):
+        how = {"documents": texts, "rank": rank, "world": 2}
+        again = written(tmp_path / "two", spec, **how)
+    assert same(again, rows) and len(again) == len(rows)
+
+
+def test_long_answers_to_prompts_are_truncated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(SPEC, writer="given", max_length=20)
+    (row,) = written(tmp_path, spec, documents=[Document("p", "def one():", answer="w" * 99)])
+    assert chat_tokenizer(CHATML).decode(row.tokens[row.supervised]) == "w" * 10
+    assert summary(spec, tmp_path)["truncated"] == 1 and "cut" not in summary(spec, tmp_path)
+    assert "1 answer truncated: longer than max_length allows" in caplog.text
+
+
+@pytest.mark.parametrize(("supervise", "kept"), [("all", ["long"]), ("last", ["long", "g:5"])])
+def test_a_long_answer_of_a_chat_is_truncated_where_asked(
+    tmp_path: Path, supervise: str, kept: list[str]
+) -> None:
+    spec = replace(SPEC, writer="given", max_length=90, too_long="truncate")
+    long = chat("long", "Hi", answer="w" * 99)
+    late = Document.chat("g:5", [*(GIVEN[0].messages or ())[:3], *(long.messages or ())[1:]])
+    settings = Chat(supervise=supervise)
+    rows = written(tmp_path, spec, documents=[long, late, GIVEN[5]], chat=settings)
+    tokenizer = chat_tokenizer(CHATML)
+    for row in rows:
+        if row.id in kept:
+            assert set(tokenizer.decode(row.tokens[row.supervised])) == {"w"}
+            assert len(row.tokens) == 90 and row.supervised[-1]
+    counts = summary(spec, tmp_path)
+    assert (counts["kept"], counts["too_long"]) == (
+        2,
+        1,
+    )  # a question that does not fit is left out
+    assert (counts["truncated"], counts.get("cut", 0)) == (len(kept), 2 - len(kept))
 
 
 @pytest.mark.parametrize("writer", ["given", "own"])

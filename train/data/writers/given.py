@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...recipe import Distill
 from ..documents import ChatTemplateError, Document, in_time
 from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer, Rendered, Turn, begins
@@ -22,7 +23,6 @@ class GivenWriter:
     """Existing answers as training rows, see `given_rows`.
 
     Args:
-        supervise: `all` answers of a chat or the `last` one alone.
         length: tokens of a row at most; None for any.
         examples: how many of the documents are taken.
     """
@@ -31,13 +31,13 @@ class GivenWriter:
         self,
         renderer: ChatRenderer,
         documents: Sequence[Document],
-        supervise: str,
+        spec: Distill,
         length: int | None,
         examples: int,
         seed: int = 0,
     ):
         self.renderer, self.documents = renderer, documents
-        self.supervise, self.length, self.skipped = supervise, length, 0
+        self.spec, self.length, self.skipped = spec, length, 0
         self.units, self._order = examples, order_of(len(documents), seed)
 
     def choose(self) -> None:
@@ -48,20 +48,22 @@ class GivenWriter:
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         documents = (self.documents[self._order[number]] for number in numbers)
-        for found in given_rows(self.renderer, documents, self.supervise, self.length):
+        for found in given_rows(self.renderer, documents, self.spec, self.length):
             tick(len(found), sum(each.counts.supervised for each in found))
             yield from found
 
 
 def given_rows(
-    renderer: ChatRenderer, documents: Iterable[Document], supervise: str, length: int | None
+    renderer: ChatRenderer, documents: Iterable[Document], spec: Distill, length: int | None
 ) -> Iterator[list[Written]]:
     """The rows of each document, of several at once.
 
     They are of a chat its answers, of a prompt its answer, of a text all; where the tokens of the
-    last answer are known, that answer alone. Rows that are too long are cut at a turn, and left out
-    where not one answer fits. Raises DistillError, which names the document, where the template
-    refuses a chat, or its tokens are not the tokenizer's.
+    last answer are known, that answer alone. A text makes as many rows of `length` tokens as it
+    takes. Chats that are longer are cut at a turn. Where no answer fits, or the last one alone is
+    taught and does not, they are left out or truncated, as `spec.too_long` says; answers to prompts
+    are truncated. Raises DistillError, which names the document, where the template refuses a chat,
+    or its tokens are not the tokenizer's.
     """
 
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
@@ -70,17 +72,22 @@ def given_rows(
     for given, ids in renderer.encoder.ahead(tokenised, _together(renderer, documents)):
         found = []
         for each in given:
-            document, turns = each.document, bool(each.document.messages)
+            document = each.document
             if each.turns is None:
-                found.append(written(document.id, [], Counts(refused=1)))
-                continue
-            if document.ids is not None:
-                turns, rows = False, [_decoded(renderer, document)]
-            elif turns:
+                made = written(document.id, [], Counts(refused=1))
+            elif document.ids is not None:
+                made = _fitted(document.id, [_decoded(renderer, document)], length, True)
+            elif document.messages:
                 rows = renderer.rows_from(each.turns, ids)
+                if renderer.chat.supervise == "last":
+                    rows = [row.last() for row in rows[-1:]]
+                made = _fitted(document.id, rows, length, spec.too_long == "truncate")
+            elif document.answer is not None:
+                made = _fitted(document.id, [_answered(renderer, document, ids)], length, True)
             else:
-                rows = [_text_row(renderer, document, ids)]
-            found.append(_fitted(document.id, rows, supervise, length, turns))
+                rows = _pieces(next(ids), length)
+                made = written(document.id, rows, Counts(split=int(len(rows) > 1)))
+            found.append(made)
         yield found
 
 
@@ -165,13 +172,10 @@ def _decoded(renderer: ChatRenderer, document: Document) -> Rendered:
     return _row(tokens, len(prompt))
 
 
-def _text_row(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarray]) -> Rendered:
-    """A text, all of which is taught but its first token; or a prompt whose answer is."""
+def _answered(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarray]) -> Rendered:
+    """A prompt and its answer, which is taught."""
     tokenizer: Any = renderer.tokenizer
-    tokens = next(ids)
-    if document.answer is None:
-        return _row(tokens, 1)
-    whole = next(ids)
+    tokens, whole = next(ids), next(ids)
     if not begins(whole, tokens):
         answer = tokenizer(document.answer, add_special_tokens=False)["input_ids"]
         whole = np.concatenate([tokens, np.array(answer, np.int32)])
@@ -180,32 +184,33 @@ def _text_row(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarr
     return _row(whole, len(tokens))
 
 
+def _pieces(tokens: np.ndarray, length: int | None) -> list[Rendered]:
+    """A text in rows of at most `length` tokens, all taught but the first token of each."""
+    size = length or max(len(tokens), 1)
+    return [_row(tokens[at : at + size], 1) for at in range(0, len(tokens), size)]
+
+
 def _row(tokens: np.ndarray, first: int) -> Rendered:
     """A row that is taught from token `first` on."""
     return Rendered(tokens, np.arange(len(tokens)) >= first, [(first, len(tokens))])
 
 
-def _fitted(
-    id: str, rows: list[Rendered], supervise: str, length: int | None, turns: bool
-) -> Written:
-    """Rows cut to `length`: chats between turns, other texts at a token; and what was cut."""
-    counts = Counts()
-    fitted = []
+def _fitted(id: str, rows: list[Rendered], length: int | None, truncate: bool) -> Written:
+    """Rows cut to `length` at the end of an answer, or inside the first; and what was cut.
+
+    Args:
+        truncate: keep as much of a first answer as fits, where it does not fit as a whole.
+    """
+    counts, fitted = Counts(), []
     for row in rows:
-        part = row
-        if length is not None and len(row.tokens) > length:
-            if turns:
-                part = row.cut(length)
-            else:
-                first = row.answers[0][0]
-                keep = [(first, length)] if first < length else []
-                part = Rendered(row.tokens[:length], row.supervised[:length], keep)
+        part = row if length is None else row.cut(length)
+        if part.answers or length is None or not truncate:
+            counts.cut |= len(part.answers) < len(row.answers)
+        else:
+            part = row.truncated(length)
+            counts.truncated |= bool(part.answers)
         if part.answers:
             fitted.append(part)
-        if part is not row:
-            counts.cut = 1
-    if rows and rows[0].answers and not fitted:
+    if rows and not fitted:
         counts = Counts(too_long=1)
-    if supervise == "last":
-        fitted = [row.last() for row in fitted[-1:]]
     return written(id, fitted, counts)

@@ -134,8 +134,7 @@ class ServerWriter:
             try:
                 answer = self._answer(asked, document, self._seeds[number] & (2**31 - 1))
             except RefusedError:
-                replay.counts.refused = int(not replay.answers)
-                replay.counts.cut = int(replay.answers > 0)
+                replay.counts.refused = 1
                 replay.history.pop()
                 break
             journal.add(number, answer)
@@ -228,7 +227,8 @@ def _take(replay: Replay, answer: dict[str, Any]) -> None:
         return
     if "ids" in answer:
         replay.add(answer["ids"])
-    replay.go_on(answer["text"], answer["ended"], calls)
+    said = {"content": answer["text"]} | ({"tool_calls": calls} if calls else {})
+    replay.go_on(said, answer["ended"])
 
 
 class Journal:

@@ -106,7 +106,8 @@ class Replay:
         first, limit = not self.answers, self.spec.row_tokens
         fits = len(tokens) < limit and (not first or len(tokens) <= self.spec.prefix_tokens)
         if not tokens or not fits:
-            self.counts.too_long, self.counts.cut = int(first and not fits), int(not first)
+            self.counts.too_long = int(first and not fits)
+            self.counts.cut = int(not first and not fits)
             self._coming = []
             return None
         messages = self.renderer.whole(self.history) if self.document.messages else []
@@ -123,22 +124,36 @@ class Replay:
         """Take an answer by its ids, and go on; one without an end token ends the chat."""
         self.add(answer)
         ended = bool(answer) and answer[-1] in self.ends
-        said = answer[:-1] if ended else answer
-        exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        text = str(self.renderer.tokenizer.decode(said, **exact))
-        self.go_on(text, ended)
+        self.go_on(self._message(answer, ended), ended)
 
-    def go_on(self, text: str, ended: bool, calls: list[Any] | None = None) -> None:
+    def _message(self, answer: list[int], ended: bool) -> Message:
+        """An answer as a template takes it: in parts, where the tokenizer says how to find them.
+
+        Some templates (GPT-OSS) refuse thinking that stands in the content.
+        """
+        tokenizer: Any = self.renderer.tokenizer
+        exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        said = {"content": str(tokenizer.decode(answer[:-1] if ended else answer, **exact))}
+        if self.renderer.plain or not getattr(tokenizer, "response_template", None):
+            return said
+        assert self._asked is not None
+        try:
+            found = tokenizer.parse_response(answer, prefix=self._asked.tokens)
+        except ValueError:  # an answer of another form
+            return said
+        return found | {"content": found.get("content") or ""}
+
+    def go_on(self, said: Message, ended: bool) -> None:
         """Go on after an answer; not after one that is empty, or that was not finished.
 
         Nor after one that calls tools: what they would return is not known.
         """
-        said: Message = {"role": "assistant", "content": text}
-        self.history.append(said | ({"tool_calls": calls} if calls else {}))
+        self.history.append({"role": "assistant"} | said)
         self.answers, self.finished = self.answers + 1, ended
         if self._coming and not ended:
             self.counts.unfinished = 1
-        if self.spec.turns == "first" or not ended or not text.strip() or calls:
+        last = self.spec.turns == "first" or not ended
+        if last or not said["content"].strip() or said.get("tool_calls"):
             self._coming = []
 
     def leave_unanswered(self) -> None:
@@ -177,6 +192,7 @@ class Replay:
         try:
             return self.renderer.prompt(self.history, self.document.tools)
         except ChatTemplateError as error:
-            leave_out(self.renderer, self.document, error)
-            self.counts.refused = int(not self.answers)
+            own = "its answers are the target's own: set distill.turns=first"
+            leave_out(self.renderer, self.document, error, own if self.answers else "drop the row")
+            self.counts.refused = 1
             return []

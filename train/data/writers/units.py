@@ -25,11 +25,13 @@ class Counts:
     """What became of the units of a shard, or of several.
 
     Attributes:
-        kept: units that gave a row; cut: those among them whose last turns did not fit.
-        too_long: left out, since not even the first answer fits; empty: left out without an answer,
+        kept: units that gave a row; cut: those among them whose last turns did not fit; truncated:
+            those whose answer ends where the row does; split: texts that took several rows.
+        too_long: left out, since no answer that is taught fits; empty: left out without an answer,
             or ended before a question that a server answered with nothing.
         unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
-        refused: chats that the chat template or the server refused.
+        refused: chats that the chat template or the server refused, as a whole or at a later
+            question.
         rows: training rows; tokens: of all rows; supervised: those that are trained on.
         answers: in the rows; openings: those among them whose first token is supervised, and the
             one after it, which is the first that a drafter drafts.
@@ -38,6 +40,8 @@ class Counts:
 
     kept: int = 0
     cut: int = 0
+    truncated: int = 0
+    split: int = 0
     too_long: int = 0
     empty: int = 0
     unfinished: int = 0
@@ -65,7 +69,9 @@ class Counts:
             )
             yield f"{counted(self.too_long, 'text')} left out: longer than {first}max_length"
         if self.cut:
-            yield f"{counted(self.cut, 'text')} cut at a turn, since max_length is reached there"
+            yield f"{counted(self.cut, 'chat')} cut at a turn, since max_length is reached there"
+        if self.truncated:
+            yield f"{counted(self.truncated, 'answer')} truncated: longer than max_length allows"
         if self.empty:
             yield f"{counted(self.empty, 'text')} left out: no answer, or an empty prompt or answer"
         if self.unfinished:
@@ -75,7 +81,8 @@ class Counts:
             )
         if self.refused:
             who = "chat template" + (" or the server" if spec.writer == "openai" else "")
-            yield f"{counted(self.refused, 'chat')} left out: refused by the {who}"
+            what = "left out" + ("" if spec.writer == "given" else " or ended early")
+            yield f"{counted(self.refused, 'chat')} {what}: refused by the {who}"
 
 
 @dataclass(frozen=True)
