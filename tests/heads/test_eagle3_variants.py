@@ -186,6 +186,8 @@ def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
         if form == "speculators" and drafter.independent:  # of these vLLM reads the layers' alone
             normed = config["transformer_layer_config"].get("fc_norm", False)
             assert normed == drafter.config.fc_norm
+        if name == "narrow":
+            assert config["target_hidden_size"] == TARGET
         assert drafter.independent == ("parallel_drafting" in (line or "")) or form != "vllm"
         again = load_drafter(tmp_path / form, deep())
         assert largest_difference(drafter, again, seed=5) <= 1e-12

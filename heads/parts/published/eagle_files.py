@@ -147,10 +147,12 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     if ids is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
     config = llama_config(drafter, layer)
-    said = {
-        "draft_vocab_size": own.output_size, "target_hidden_size": own.hidden_size,
-        "norm_before_residual": own.norm_before_residual,
+    said: dict[str, Any] = {
+        "draft_vocab_size": own.output_size, "norm_before_residual": own.norm_before_residual,
     }  # fmt: skip
+    if form != "original" or layer["hidden_size"] != own.hidden_size:
+        # The authors' code reads its target's embeddings only where this is left out.
+        said["target_hidden_size"] = own.hidden_size
     said |= {n: True for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(own, n)}
     if drafter.independent:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)

@@ -202,6 +202,11 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         TRIMMED, EAGLE3 | ids_by_output([2, 3, 4]),
         HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
     ),
+    ("eagle3", "original"): (
+        # Beside a target_hidden_size the authors' code would not read the target's embeddings.
+        TRIMMED, EAGLE3 | ids_by_input([2, 3, 4]) | {"target_hidden_size": None},
+        HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
     ("eagle3", "speculators"): (
         TRIMMED,
         {
