@@ -30,6 +30,8 @@ def _vllm(drafter: Drafter, method: str, place: str, tokens: int, revision: str 
     settings["num_speculative_tokens"] = tokens
     if drafter.config.family_name() in ("eagle3", "pard") and drafter.independent:
         settings["parallel_drafting"] = True
+    if _vocabularies_differ(drafter):
+        settings["use_heterogeneous_vocab"] = True
     settings |= {"revision": revision} if revision else {}
     return _vllm_line(_target(drafter), settings)
 
@@ -148,7 +150,18 @@ def _serve_speculators(
 
 def _serve_transformers(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     at = f" at revision {revision}" if revision else ""
+    if _vocabularies_differ(drafter):
+        both = "tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+        what = f"a causal LM and its tokenizer from {place}{at}"
+        return f"model.generate(**inputs, assistant_model=assistant, {both})  # {what}"
     return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {place}{at}"
+
+
+def _vocabularies_differ(drafter: Drafter) -> bool:
+    """Whether the drafter is a language model whose `vocab_size` is not its target's."""
+    models = [drafter.language_model, drafter.target]
+    sizes = {m.config.get_text_config(decoder=True).vocab_size for m in models if m is not None}
+    return len(sizes) > 1
 
 
 def _target(drafter: Drafter) -> str:
