@@ -135,6 +135,22 @@ def test_windows_as_speculators_names_them(
     )
 
 
+@pytest.mark.parametrize("architecture", ["DSparkSpeculator", "Qwen3DSparkModel"])
+def test_of_speculators_the_newest_place_drafts_where_it_is_said(
+    architecture: str, tmp_path: Path
+) -> None:
+    """vLLM and llama.cpp read no setting as false, unlike in DSpark's own checkpoints."""
+    form = FORMS["DSpark"]
+    config = form.in_speculators("dspark", architectures=[architecture])
+    for said, expected in ((True, True), (False, False), (None, False)):
+        config |= {"sample_from_anchor": said}
+        written = {name: value for name, value in config.items() if value is not None}
+        place = write(tmp_path / str(said), written, form.tensors)
+        found: Any = load_drafter(place, tiny("llama"))
+        assert found.config.sample_from_anchor == expected
+        assert found.max_depth == form.block - (not expected)
+
+
 @pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="this transformers has none"
 )

@@ -9,7 +9,8 @@ names the target's layers by their input, and may have a trimmed output layer.
 Layers of the type `sliding_attention` see a window of the text, and in them a place does not see
 those after it; `is_causal` or, where it is not set, `dflash_config.causal` decides for all layers.
 In the config of speculators `sliding_window_non_causal` decides for the layers with a window, and
-in all others a place sees those after it.
+in all others a place sees those after it. The place of the newest token predicts the first draft
+where `sample_from_anchor` says so or, of DSpark's own checkpoints, where nothing is said.
 """
 
 from collections.abc import Callable
@@ -86,7 +87,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             f"{len(read)} layers, and fc reads {found['fc.weight'].shape[1]} entries; restore the "
             "config that was published."
         )
-    from_anchor = bool(said.get("sample_from_anchor", architecture in _DSPARK))
+    from_anchor = architecture in _DSPARK and "speculators_model_type" not in said
+    from_anchor = bool(said.get("sample_from_anchor", from_anchor))
     vocabulary = layer_config(config).get("vocab_size")
     known = {
         "hidden_size": size, "vocab_size": vocabulary, "layer": layer,
