@@ -46,7 +46,6 @@ def suited(name: str) -> Any:
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "vllm", {"layers": 2}),
     ("medusa", "vllm", {"output": "own"}),
-    ("medusa", "vllm", {"output": "trimmed", "draft_vocab_size": KEPT}),
     ("medusa", "original", {"layers": 2, "output": "own"}),
     ("medusa", "original", {}),
     ("hydra", "original", {"heads": 3, "layers": 2}),
@@ -266,14 +265,13 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         | {f"layers.0.{n}": s for n, s in NARROW.items()},
     ),
     ("medusa", "vllm"): (
-        {"heads": 2, "layers": 2, **TRIMMED},
+        {"heads": 2, "layers": 2, "output": "own"},
         {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": SIZE,
-            "vocab_size": VOCAB, "truncated_vocab_size": KEPT, "num_heads": 2,
+            "vocab_size": VOCAB, "truncated_vocab_size": VOCAB, "num_heads": 2,
             "num_hidden_layers": 2, "medusa_fc_bias": True, "original_lm_head": False,
         },
-        {"token_map": (KEPT,)}
-        | {f"lm_heads.{k}.weight": (KEPT, SIZE) for k in range(2)}
+        {f"lm_heads.{k}.weight": (VOCAB, SIZE) for k in range(2)}
         | {f"blocks.{k}.layers.{n}.weight": (SIZE, SIZE) for k in range(2) for n in range(2)}
         | {f"blocks.{k}.layers.{n}.bias": (SIZE,) for k in range(2) for n in range(2)},
     ),
@@ -289,7 +287,7 @@ def test_what_an_engine_asks_for(name: str, form: str, tmp_path: Path) -> None:
     assert {key: config.get(key) for key in settings} == settings
     found = shapes(tmp_path / "out")
     assert {each: shape for each, (shape, _) in found.items()} == tensors  # and not one more
-    dtypes = {"d2t": "I64", "t2d": "BOOL", "token_map": "I64"}
+    dtypes = {"d2t": "I64", "t2d": "BOOL"}
     assert all(dtype == dtypes.get(each, "F32") for each, (_, dtype) in found.items())
 
 
@@ -487,7 +485,10 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
             {"window": 5, "layers": 2, "causal_windows": False},
             "a place sees those after it (causal_windows=false)",
         ),
-        ("medusa", "original", TRIMMED, "20 of 64 tokens"),
+        *(
+            ("medusa", form, TRIMMED, "20 of 64 tokens; export the drafter that it was trimmed fr")
+            for form in ("vllm", "original")
+        ),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
         ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
         ("mlp_speculator", "original", {"cell": "lstm", "heads": 1}, "no second projection"),
