@@ -30,7 +30,7 @@ from .checkpoint import (
     speculators_config,
 )
 from .layer_ids import check_writable, read_layer_ids
-from .layers import layer_config, read_layers
+from .layers import check_neutral, layer_config, read_layers
 from .vocabulary import read_vocabulary, write_vocabulary
 
 _MARKOV = "markov_head.markov_w1.weight"
@@ -80,6 +80,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             "its config gives layers a window by use_swa, or names sliding_attention without a "
             "window; expected layer_types, and a sliding_window that is in use."
         )
+    window = layer_config(config).get("sliding_window")
+    check_neutral(said, {"attention_value_scale": 1, "swa_window_size": window})
     token, block = said.get("mask_token_id"), said.get("block_size")
     if token is None or not block or found["fc.weight"].shape[1] != len(read) * size:
         raise ArtifactError(
