@@ -128,8 +128,9 @@ def _serve_speculators(
 ) -> str | None:
     """vLLM names the target too, since it takes none from a drafter's config that is a folder.
 
-    It reads no EAGLE-1 of this form and runs no DFlash whose newest token's place drafts. A module
-    for MTP is put into its target's checkpoint first.
+    It reads no EAGLE-1 of this form, runs no DFlash whose newest token's place drafts, and runs
+    every window of a DSpark as a causal one. A module for MTP is put into its target's checkpoint
+    first.
     """
     own: Any = drafter.config
     name = own.family_name()
@@ -143,6 +144,8 @@ def _serve_speculators(
         return f"{fetch}{stitch} && {_vllm_line('stitched', settings)}"
     pairs = bool(getattr(own, "markov_rank", 0))
     if name == "eagle" or (name == "dflash" and own.sample_from_anchor and not pairs):
+        return None
+    if pairs and own.window and not own.is_causal(own.window):
         return None
     method = "dspark" if pairs else _VLLM[name]
     return _vllm(drafter, method, place, tokens, revision)

@@ -76,11 +76,24 @@ def test_vllm_is_told_of_target_and_revision(revision: str | None) -> None:
     assert told(serve_line(parallel, "speculators", "out"))["parallel_drafting"] is True
 
 
+WINDOWED = {"layers": 2, "window": 5, "causal_windows": False}
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), [("eagle", {}), ("dflash", {"sample_from_anchor": True})]
+    ("name", "options"),
+    [
+        ("eagle", {}),
+        ("dflash", {"sample_from_anchor": True}),
+        ("dflash", {"markov_rank": 2, **WINDOWED}),
+    ],
 )
 def test_what_vllm_does_not_run_gets_no_line(name: str, options: dict[str, Any]) -> None:
     assert serve_line(made(name, **options), "speculators", "out") is None
+
+
+def test_vllm_runs_windows_both_ways_without_pairs_and_pairs_without_windows() -> None:
+    for options in (WINDOWED, {"markov_rank": 2}):
+        assert serve_line(made("dflash", **options), "speculators", "out") is not None
 
 
 def test_a_module_is_put_into_its_targets_checkpoint() -> None:
