@@ -30,6 +30,8 @@ def _vllm(drafter: Drafter, method: str, place: str, tokens: int, revision: str 
     settings["num_speculative_tokens"] = tokens
     if drafter.config.family_name() in ("eagle3", "pard") and drafter.independent:
         settings["parallel_drafting"] = True
+    if _vocabularies_differ(drafter):
+        settings["use_heterogeneous_vocab"] = True
     settings |= {"revision": revision} if revision else {}
     return _vllm_line(_target(drafter), settings)
 
@@ -135,8 +137,9 @@ def _serve_speculators(
 ) -> str | None:
     """vLLM names the target too, since it takes none from a drafter's config that is a folder.
 
-    It reads no EAGLE-1 of this form and runs no DFlash whose newest token's place drafts. A module
-    for MTP is put into its target's checkpoint first.
+    It reads no EAGLE-1 of this form, runs no DFlash whose newest token's place drafts, and runs
+    every window of a DSpark as a causal one. A module for MTP is put into its target's checkpoint
+    first.
     """
     own: Any = drafter.config
     name = own.family_name()
@@ -151,18 +154,31 @@ def _serve_speculators(
     pairs = bool(getattr(own, "markov_rank", 0))
     if name == "eagle" or (name == "dflash" and own.sample_from_anchor and not pairs):
         return None
+    if pairs and own.window and not own.is_causal(own.window):
+        return None
     method = "dspark" if pairs else _VLLM[name]
     return _vllm(drafter, method, place, tokens, revision)
 
 
 def _serve_transformers(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     at = f" at revision {revision}" if revision else ""
+    if _vocabularies_differ(drafter):
+        both = "tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+        what = f"a causal LM and its tokenizer from {place}{at}"
+        return f"model.generate(**inputs, assistant_model=assistant, {both})  # {what}"
     return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {place}{at}"
 
 
 def _in_target(drafter: Drafter) -> bool:
     """Whether what is written for an engine is the target's checkpoint with the drafter in it."""
     return type(drafter).in_target
+
+
+def _vocabularies_differ(drafter: Drafter) -> bool:
+    """Whether the drafter is a language model whose `vocab_size` is not its target's."""
+    models = [drafter.language_model, drafter.target]
+    sizes = {m.config.get_text_config(decoder=True).vocab_size for m in models if m is not None}
+    return len(sizes) > 1
 
 
 def _target(drafter: Drafter) -> str:

@@ -135,6 +135,22 @@ def test_windows_as_speculators_names_them(
     )
 
 
+@pytest.mark.parametrize("architecture", ["DSparkSpeculator", "Qwen3DSparkModel"])
+def test_of_speculators_the_newest_place_drafts_where_it_is_said(
+    architecture: str, tmp_path: Path
+) -> None:
+    """vLLM and llama.cpp read no setting as false, unlike in DSpark's own checkpoints."""
+    form = FORMS["DSpark"]
+    config = form.in_speculators("dspark", architectures=[architecture])
+    for said, expected in ((True, True), (False, False), (None, False)):
+        config |= {"sample_from_anchor": said}
+        written = {name: value for name, value in config.items() if value is not None}
+        place = write(tmp_path / str(said), written, form.tensors)
+        found: Any = load_drafter(place, tiny("llama"))
+        assert found.config.sample_from_anchor == expected
+        assert found.max_depth == form.block - (not expected)
+
+
 @pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="this transformers has none"
 )
@@ -189,6 +205,8 @@ def changed(form: Form, tensors: dict[str, Tensor] | None = None, **config: Any)
 
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}  # which is not in use
 SWA = {"mask_token_id": 3, "target_layer_ids": [0, 1], "use_swa": True, "swa_window_size": 4}
+VALUES = {"mask_token_id": 3, "target_layer_ids": [0, 1], "attention_value_scale": 0.5}
+OTHER = {"mask_token_id": 3, "target_layer_ids": [0, 1], "swa_window_size": 5}
 NORMS = ("q_norm.weight", "k_norm.weight")
 NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(NORMS)}
 
@@ -198,6 +216,12 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
     [
         (*changed(Form(), **WINDOW), "names sliding_attention without a window"),
         (*changed(Form(), dflash_config=SWA), "gives layers a window by use_swa"),
+        (*changed(Form(), use_gemma_norm=True), "sets use_gemma_norm to True, which is not run"),
+        (*changed(Form(), is_neox_style=False), "sets is_neox_style to False, which is not run"),
+        (*changed(Form(), rope_is_neox_style=False), "expected True or no such setting"),
+        (*changed(Form(), dflash_config=VALUES), "sets attention_value_scale to 0.5"),
+        (*changed(Form(), dflash_config=OTHER), "sets swa_window_size to 5, which is not run"),
+        (*changed(Form(window=4), dflash_config=OTHER), "expected 4 or no such setting"),
         (Form().config, NORMLESS, "have no norms of queries and keys"),
         (*changed(Form(), dflash_config={"mask_token_id": 3}), "target_layer_ids for 0 layers"),
         (*changed(Form(), dflash_config={"target_layer_ids": [0, 1]}), "mask_token_id None"),
@@ -217,6 +241,14 @@ def test_refused(config: Any, tensors: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught:
         load_drafter(write(tmp_path / "heads", config, tensors), tiny("llama"))
     assert said in one_line(caught.value)
+
+
+def test_settings_without_effect_are_read(tmp_path: Path) -> None:
+    form = Form(window=4)
+    config: Any = form.config | {"use_gemma_norm": False, "is_neox_style": True}
+    config["dflash_config"] |= {"attention_value_scale": 1.0, "swa_window_size": 4}
+    found: Any = load_drafter(write(tmp_path / "heads", config, form.tensors), tiny("llama"))
+    assert found.config.window == 4
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_other_names_of_norms_mean_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
     drafter, _ = loaded(name, tmp_path / name, deep(), **ids)
     for form in ("vllm", "sglang", "speculators", "original"):
         if form not in EXPORTS[name]:
@@ -186,6 +186,8 @@ def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
         if form == "speculators" and drafter.independent:  # of these vLLM reads the layers' alone
             normed = config["transformer_layer_config"].get("fc_norm", False)
             assert normed == drafter.config.fc_norm
+        if name == "narrow":
+            assert config["target_hidden_size"] == TARGET
         assert drafter.independent == ("parallel_drafting" in (line or "")) or form != "vllm"
         again = load_drafter(tmp_path / form, deep())
         assert largest_difference(drafter, again, seed=5) <= 1e-12

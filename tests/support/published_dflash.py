@@ -72,7 +72,8 @@ class Form:
         theirs.pop("is_causal", None)
         return {
             "speculators_model_type": kind, "transformer_layer_config": theirs,
-            "aux_hidden_state_layer_ids": ids, **outer, **inner, **said,
+            "aux_hidden_state_layer_ids": ids, "sample_from_anchor": self.dspark,
+            **outer, **inner, **said,
         }  # fmt: skip
 
     def sees(self, number: int, text: int) -> Tensor:

@@ -9,7 +9,8 @@ names the target's layers by their input, and may have a trimmed output layer.
 Layers of the type `sliding_attention` see a window of the text, and in them a place does not see
 those after it; `is_causal` or, where it is not set, `dflash_config.causal` decides for all layers.
 In the config of speculators `sliding_window_non_causal` decides for the layers with a window, and
-in all others a place sees those after it.
+in all others a place sees those after it. The place of the newest token predicts the first draft
+where `sample_from_anchor` says so or, of DSpark's own checkpoints, where nothing is said.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from .checkpoint import (
     speculators_config,
 )
 from .layer_ids import check_writable, read_layer_ids
-from .layers import layer_config, read_layers
+from .layers import check_neutral, layer_config, read_layers
 from .vocabulary import read_vocabulary, write_vocabulary
 
 _MARKOV = "markov_head.markov_w1.weight"
@@ -79,6 +80,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             "its config gives layers a window by use_swa, or names sliding_attention without a "
             "window; expected layer_types, and a sliding_window that is in use."
         )
+    window = layer_config(config).get("sliding_window")
+    check_neutral(said, {"attention_value_scale": 1, "swa_window_size": window})
     token, block = said.get("mask_token_id"), said.get("block_size")
     if token is None or not block or found["fc.weight"].shape[1] != len(read) * size:
         raise ArtifactError(
@@ -86,7 +89,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             f"{len(read)} layers, and fc reads {found['fc.weight'].shape[1]} entries; restore the "
             "config that was published."
         )
-    from_anchor = bool(said.get("sample_from_anchor", architecture in _DSPARK))
+    from_anchor = architecture in _DSPARK and "speculators_model_type" not in said
+    from_anchor = bool(said.get("sample_from_anchor", from_anchor))
     vocabulary = layer_config(config).get("vocab_size")
     known = {
         "hidden_size": size, "vocab_size": vocabulary, "layer": layer,

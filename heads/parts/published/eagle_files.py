@@ -52,6 +52,8 @@ def _special(drafter: Any, new: tuple[str, ...]) -> list[tuple[Any, str, tuple[s
         (layer.get("sliding_window"), "layers of it see a window alone (sliding_window)", new),
         (count > 1, f"it has {count} layers, expected one", both),
         (layer.get("mlp_bias"), "its MLP has biases", both),
+        (layer.get("rope_scaling"), "its rotary positions are scaled (rope_scaling)",
+         ("vllm", "sglang", "speculators", _TENSORRT, _LLAMA_CPP)),
         (narrow, f"it is {layer['hidden_size']} wide and its target {wide}",
          ("vllm", "sglang", "original", _TENSORRT, _LLAMA_CPP)),
         (own.embedding == "own" and not narrow, "its embeddings are not its target's",
@@ -64,7 +66,10 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
     tensors, layer = dict(drafter.state_dict()), drafter.config.layer
     one = (*_FORMS[:2], "original") if form != "speculators" else ()
     several, scale = layer.get("num_hidden_layers", 1) > 1, scaled_embeddings(drafter)
+    heads = layer["num_attention_heads"]
     _check(form, [
+        (heads * layer["head_dim"] != layer["hidden_size"], f"its {heads} heads of "
+         f"{layer['head_dim']} are not together {layer['hidden_size']} wide", _FORMS[:3]),
         (drafter.config.output == "own", "its output layer is not its target's", ("speculators",)),
         (several, "it has several layers", one), *_special(drafter, ("speculators",)),
         (scale and drafter.config.embedding != "own", "it reads its target's embeddings times "
@@ -80,6 +85,9 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
     elif form == "sglang":  # its fc always has one
         tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     config = llama_config(drafter, layer)
+    if form == "original" and layer.get("attention_bias"):
+        config["qkv_bias"] = True
+        _leave_out_output_biases(tensors)
     if form == "speculators":
         names = {
             "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
@@ -94,6 +102,16 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
         "bias": "fc.bias" in tensors and form != "sglang",
     }
     return Checkpoint(config, _written(tensors, AUTHORS_1), token_map=hot)
+
+
+def _leave_out_output_biases(tensors: dict[str, Tensor]) -> None:
+    """Leave out what the authors' code does not add; an ArtifactError unless it is zero."""
+    for name in [name for name in tensors if name.endswith("o_proj.bias")]:
+        if tensors.pop(name).any():
+            raise cannot_be_written(
+                "the authors' code", "the output projection of its attention has a bias",
+                "export it to speculators",
+            )  # fmt: skip
 
 
 def _hot_tokens(drafter: Any, tensors: dict[str, Tensor], form: str) -> tuple[int, ...]:
@@ -132,7 +150,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     check_writable(drafter, form)
     _check(form, [
         (count != 3, f"it reads {count} layers of the target, expected 3",
-         ("vllm", "sglang", "original", _TENSORRT)),
+         ("vllm", "sglang", _TENSORRT)),
         (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)",
          (*new, _LLAMA_CPP)),
         (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)",
@@ -140,17 +158,19 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)", normed),
         (own.norm_output, "its normed state feeds the next step (norm_output)", normed),
         (drafter.independent, "it drafts all tokens at once (mask_token_id)", new),
-        (layer.get("attention_bias"), "its attention has biases", (*new, "original")),
+        (layer.get("attention_bias"), "its attention has biases", new),
         *_special(drafter, new),
     ])  # fmt: skip
     ids = tensors.pop("vocabulary", None)
     if ids is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
     config = llama_config(drafter, layer)
-    said = {
-        "draft_vocab_size": own.output_size, "target_hidden_size": own.hidden_size,
-        "norm_before_residual": own.norm_before_residual,
+    said: dict[str, Any] = {
+        "draft_vocab_size": own.output_size, "norm_before_residual": own.norm_before_residual,
     }  # fmt: skip
+    if form != "original" or layer["hidden_size"] != own.hidden_size:
+        # The authors' code reads its target's embeddings only where this is left out.
+        said["target_hidden_size"] = own.hidden_size
     said |= {n: True for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(own, n)}
     if drafter.independent:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)

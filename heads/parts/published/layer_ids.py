@@ -71,7 +71,8 @@ def check_writable(drafter: Any, form: str, block: bool = False) -> None:
 
     vLLM and TensorRT-LLM sort the layers, and SGLang collects the states while it runs them. SGLang
     does not collect the last layer's output; it and TensorRT-LLM count by outputs, and the input
-    of the first layer is none of them.
+    of the first layer is none of them. The code of EAGLE-3's authors has its three layers written
+    into it, and collects each once.
 
     Args:
         drafter: bound to its target.
@@ -84,6 +85,11 @@ def check_writable(drafter: Any, form: str, block: bool = False) -> None:
         what = "what the target's last norm returns"
     elif form in _SORTED and layers != sorted(set(layers)):
         what = f"the inputs of the layers {layers}, and gets each once, in ascending order"
+    elif form == "original" and not block and layers != sorted({2, count // 2, count - 3}):
+        what = (
+            f"the inputs of the layers {layers}, and gets those of 2, L/2 and L - 3 of L layers "
+            f"(here 2, {count // 2} and {count - 3}), each once"
+        )
     elif 0 in layers and (form == "tensorrt-llm" or (form == "sglang" and block)):
         what = "the input of the first layer, which it does not get there"
     elif count in layers and form == "sglang":

@@ -4,6 +4,7 @@ Sizes are the tensors', wherever these tell: configs are often copied from anoth
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from ...core import ArtifactError
 _PREFIX = "model.layers."
 _KNOWN = {None, "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "speculator_model"}
 """Types of models whose layers compute what Llama's or Qwen3's do from tensors of these names."""
+
+
+_NEUTRAL = {"use_gemma_norm": False, "is_neox_style": True, "rope_is_neox_style": True}
+"""Settings by which engines compute other norms or positions, and the values without effect."""
 
 
 def layer_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +44,7 @@ def read_layers(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, A
         ArtifactError: layers that compute something else, or a config that contradicts the tensors.
     """
     inner, size, count = layer_config(config), len(found["fc.weight"]), count_layers(found)
+    check_neutral(config | inner, _NEUTRAL)
     kind = inner.get("model_type")
     if kind not in _KNOWN:
         raise ArtifactError(
@@ -59,6 +65,21 @@ def read_layers(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, A
     if f"{_PREFIX}0.self_attn.q_norm.weight" in found:
         layer["qk_norm"] = True
     return layer | ({"num_hidden_layers": count} if count > 1 else {})
+
+
+def check_neutral(config: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """An ArtifactError where a config sets what is not run here to something that has an effect.
+
+    Args:
+        neutral: settings, each with its value without effect; None where only its absence is.
+    """
+    for name, value in neutral.items():
+        if config.get(name) not in (None, value):
+            expected = "no such setting" if value is None else f"{value} or no such setting"
+            raise ArtifactError(
+                f"its config sets {name} to {config[name]}, which is not run here; expected "
+                f"{expected}."
+            )
 
 
 def _heads(inner: dict[str, Any], found: dict[str, Tensor], size: int) -> dict[str, int]:

@@ -115,6 +115,12 @@ def _write(drafter: Any, form: str) -> Checkpoint:
             form, "its target was adapted together with it",
             "write both with headstart merge, and export what that writes",
         )  # fmt: skip
+    if own.draft_vocab_size:  # vLLM has a field for it, and fails to load such a checkpoint
+        raise cannot_be_written(
+            form, f"it knows {own.draft_vocab_size:,} of {own.vocab_size:,} tokens",
+            "export the drafter that it was trimmed from, or train one with drafter.output=own or "
+            "shared",
+        )  # fmt: skip
     layout = _VLLM if form == "vllm" else _AUTHORS
     tensors = {}
     for part in ("weight", "bias"):
@@ -126,22 +132,15 @@ def _write(drafter: Any, form: str) -> Checkpoint:
     if form == "vllm":
         if output is None:  # vLLM does not share the target's
             tensors[outputs[0]] = output_rows(drafter.target).to(drafter.dtype)
-        if own.draft_vocab_size:
-            tensors["token_map"] = found["vocabulary"]
         config = {
             "architectures": ["MedusaModel"], "model_type": "medusa",
             "hidden_size": own.hidden_size, "vocab_size": own.vocab_size,
-            "truncated_vocab_size": own.output_size, "num_heads": own.heads,
+            "truncated_vocab_size": own.vocab_size, "num_heads": own.heads,
             "num_hidden_layers": own.layers, "medusa_fc_bias": True,
             "original_lm_head": output is None,
             "torch_dtype": str(drafter.dtype).removeprefix("torch."),
         }  # fmt: skip
         return Checkpoint(config, tensors)
-    if own.draft_vocab_size:
-        raise cannot_be_written(
-            "the authors' code", f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
-            "export it to vllm, which reads that, or train it with drafter.output=own or shared",
-        )  # fmt: skip
     config = {
         "medusa_num_heads": own.heads, "medusa_num_layers": own.layers,
         "base_model_name_or_path": drafter.target.name_or_path,

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads import family
 from headstart.heads.artifacts.engines import serve_line
 from headstart.heads.artifacts.trimming import trimmed
 from tests.support.drafters import deep, made
 from tests.support.shipped_mtp import HYBRIDS
-from tests.support.tiny import tiny
+from tests.support.tiny import COMMON, VOCAB, tiny
 
 
 def told(line: str | None) -> dict[str, Any]:
@@ -31,6 +33,22 @@ def test_vllm() -> None:
     line = serve_line(made("mlp_speculator"), "vllm", "out")
     assert told(line)["method"] == "arctic" and str(line).startswith("ARCTIC_INFERENCE_ENABLED=1 v")
     assert str(line).endswith("  # pip install arctic-inference vllm==0.26.0")
+
+
+@pytest.mark.parametrize("name", ["draft_model", "pard"])
+@pytest.mark.parametrize("size", [VOCAB - 20, VOCAB, VOCAB + 20])
+def test_of_other_tables_of_tokens_vllm_and_transformers_are_told(name: str, size: int) -> None:
+    """Both refuse a drafter with another vocab_size unless they match its tokens by their text."""
+    student = LlamaForCausalLM(LlamaConfig(**{**COMMON, "vocab_size": size}))
+    kind: Any = family(name)
+    options = {"mask_token_id": 3} if name == "pard" else {}
+    drafter = kind.of(student, **options).bind(tiny("llama"))
+    settings = told(serve_line(drafter, "vllm", "out"))
+    assert settings.get("use_heterogeneous_vocab", False) == (size != VOCAB)
+    line = str(serve_line(drafter, "transformers", "out"))
+    assert ("tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)" in line) == (
+        size != VOCAB
+    )
 
 
 def test_names_with_spaces_are_one_word() -> None:
@@ -58,11 +76,24 @@ def test_vllm_is_told_of_target_and_revision(revision: str | None) -> None:
     assert told(serve_line(parallel, "speculators", "out"))["parallel_drafting"] is True
 
 
+WINDOWED = {"layers": 2, "window": 5, "causal_windows": False}
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), [("eagle", {}), ("dflash", {"sample_from_anchor": True})]
+    ("name", "options"),
+    [
+        ("eagle", {}),
+        ("dflash", {"sample_from_anchor": True}),
+        ("dflash", {"markov_rank": 2, **WINDOWED}),
+    ],
 )
 def test_what_vllm_does_not_run_gets_no_line(name: str, options: dict[str, Any]) -> None:
     assert serve_line(made(name, **options), "speculators", "out") is None
+
+
+def test_vllm_runs_windows_both_ways_without_pairs_and_pairs_without_windows() -> None:
+    for options in (WINDOWED, {"markov_rank": 2}):
+        assert serve_line(made("dflash", **options), "speculators", "out") is not None
 
 
 def test_a_module_is_put_into_its_targets_checkpoint() -> None:

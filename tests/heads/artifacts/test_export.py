@@ -46,7 +46,6 @@ def suited(name: str) -> Any:
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "vllm", {"layers": 2}),
     ("medusa", "vllm", {"output": "own"}),
-    ("medusa", "vllm", {"output": "trimmed", "draft_vocab_size": KEPT}),
     ("medusa", "original", {"layers": 2, "output": "own"}),
     ("medusa", "original", {}),
     ("hydra", "original", {"heads": 3, "layers": 2}),
@@ -203,6 +202,11 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         TRIMMED, EAGLE3 | ids_by_output([2, 3, 4]),
         HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
     ),
+    ("eagle3", "original"): (
+        # Beside a target_hidden_size the authors' code would not read the target's embeddings.
+        TRIMMED, EAGLE3 | ids_by_input([2, 3, 4]) | {"target_hidden_size": None},
+        HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
     ("eagle3", "speculators"): (
         TRIMMED,
         {
@@ -262,14 +266,13 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         | {f"layers.0.{n}": s for n, s in NARROW.items()},
     ),
     ("medusa", "vllm"): (
-        {"heads": 2, "layers": 2, **TRIMMED},
+        {"heads": 2, "layers": 2, "output": "own"},
         {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": SIZE,
-            "vocab_size": VOCAB, "truncated_vocab_size": KEPT, "num_heads": 2,
+            "vocab_size": VOCAB, "truncated_vocab_size": VOCAB, "num_heads": 2,
             "num_hidden_layers": 2, "medusa_fc_bias": True, "original_lm_head": False,
         },
-        {"token_map": (KEPT,)}
-        | {f"lm_heads.{k}.weight": (KEPT, SIZE) for k in range(2)}
+        {f"lm_heads.{k}.weight": (VOCAB, SIZE) for k in range(2)}
         | {f"blocks.{k}.layers.{n}.weight": (SIZE, SIZE) for k in range(2) for n in range(2)}
         | {f"blocks.{k}.layers.{n}.bias": (SIZE,) for k in range(2) for n in range(2)},
     ),
@@ -285,7 +288,7 @@ def test_what_an_engine_asks_for(name: str, form: str, tmp_path: Path) -> None:
     assert {key: config.get(key) for key in settings} == settings
     found = shapes(tmp_path / "out")
     assert {each: shape for each, (shape, _) in found.items()} == tensors  # and not one more
-    dtypes = {"d2t": "I64", "t2d": "BOOL", "token_map": "I64"}
+    dtypes = {"d2t": "I64", "t2d": "BOOL"}
     assert all(dtype == dtypes.get(each, "F32") for each, (_, dtype) in found.items())
 
 
@@ -346,15 +349,19 @@ def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
 
 ENGINES = ("vllm", "speculators", "sglang", "tensorrt-llm")
 SORTED: dict[str, str] = dict.fromkeys(ENGINES, "gets each once, in ascending")
-NO_INPUT = "the input of the first layer"
+NO_INPUT, NO_OUTPUT = "the input of the first layer", "the output of the last layer"
+FIXED = {"original": "gets those of 2, L/2 and L - 3 of L layers (here 2, 3 and 4), each once"}
 LAYERS: list[tuple[str, list[int], dict[str, str]]] = [
     *((n, [2, 3, 4], {}) for n in OF_MANY_LAYERS),
-    *((n, [3, 2, 4], SORTED) for n in OF_MANY_LAYERS),
-    *((n, [2, 2, 4], SORTED) for n in OF_MANY_LAYERS),
-    ("eagle3", [0, 3, 4], {"tensorrt-llm": NO_INPUT}),
+    ("eagle3", [3, 2, 4], SORTED | FIXED),
+    ("eagle3", [2, 2, 4], SORTED | FIXED),
+    ("dflash", [3, 2, 4], SORTED),
+    ("dflash", [2, 2, 4], SORTED),
+    ("eagle3", [0, 3, 4], {"tensorrt-llm": NO_INPUT, **FIXED}),
     ("dflash", [0, 3, 4], {"sglang": NO_INPUT, "tensorrt-llm": NO_INPUT}),
-    *((n, [2, 3, 7], {"sglang": "the output of the last layer"}) for n in OF_MANY_LAYERS),
-    ("eagle3", [4], {"speculators": "reads 1 layers", "llama.cpp": "reads 1 layers",
+    ("eagle3", [2, 3, 7], {"sglang": NO_OUTPUT, **FIXED}),
+    ("dflash", [2, 3, 7], {"sglang": NO_OUTPUT}),
+    ("eagle3", [4], {"speculators": "reads 1 layers", "llama.cpp": "reads 1 layers", **FIXED,
                      **dict.fromkeys(("sglang", "tensorrt-llm"), "is not put through fc")}),
     ("dflash", [4], {}),
     *((n, [2, 3, -1], dict.fromkeys(FORMATS, "the target's last norm")) for n in OF_MANY_LAYERS),
@@ -434,6 +441,7 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
     [
         ("eagle", "vllm", {}, "has a bias"),
         ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual"),
+        ("eagle3", "original", {"feature_layers": [2, 3]}, "inputs of the layers [2, 3], and gets"),
         ("eagle3", "original", {"fc_norm": True}, "fc_norm); export it to vllm or sglang or spec"),
         ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
         ("eagle3", "llama.cpp", {"fc_norm": True}, "fc_norm); export it to vllm"),
@@ -478,7 +486,10 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
             {"window": 5, "layers": 2, "causal_windows": False},
             "a place sees those after it (causal_windows=false)",
         ),
-        ("medusa", "original", TRIMMED, "20 of 64 tokens"),
+        *(
+            ("medusa", form, TRIMMED, "20 of 64 tokens; export the drafter that it was trimmed fr")
+            for form in ("vllm", "original")
+        ),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
         ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
         ("mlp_speculator", "original", {"cell": "lstm", "heads": 1}, "no second projection"),
@@ -498,6 +509,51 @@ def test_what_an_engine_cannot_run_is_refused(
         export_drafter(made(name, target, **options), form, tmp_path / "out")
     assert said in one_line(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def with_layer(name: str, target: Any, layer: dict[str, Any]) -> Any:
+    """A drafter whose decoder layer has further settings."""
+    config = made(name, target).config
+    config.layer |= layer
+    return family(name)(config).float().bind(target).eval()
+
+
+def test_the_authors_code_of_eagle1_has_biases_of_queries_keys_and_values(tmp_path: Path) -> None:
+    drafter = with_layer("eagle", tiny("llama"), {"attention_bias": True})
+    attention = drafter.model.layers[0].self_attn
+    with torch.no_grad():
+        for each in "qkvo":
+            getattr(attention, f"{each}_proj").bias.normal_()
+    with pytest.raises(ArtifactError, match="the output projection of its attention has a bias"):
+        export_drafter(drafter, "original", tmp_path / "no")
+    with torch.no_grad():
+        attention.o_proj.bias.zero_()
+    export_drafter(drafter, "original", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["qkv_bias"] is True
+    found = {name for name in shapes(tmp_path / "out") if "self_attn" in name and "bias" in name}
+    assert found == {f"layers.0.self_attn.{each}_proj.bias" for each in "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "said"),
+    [
+        ("eagle3", {"attention_bias": True}, "its attention has biases; export it to vllm or spec"),
+        ("eagle", {"head_dim": 16}, "its 4 heads of 16 are not together 32 wide; export it to v"),
+        *(
+            (name, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+             "its rotary positions are scaled (rope_scaling); export it to vllm")
+            for name in ("eagle", "eagle3")
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_the_authors_of_eagle_have_not(
+    name: str, layer: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    drafter = with_layer(name, suited(name), layer)
+    with pytest.raises(ArtifactError) as caught:
+        export_drafter(drafter, "original", tmp_path / "out")
+    assert said in one_line(caught.value)
+    export_drafter(drafter, "speculators", tmp_path / "speculators")
 
 
 def test_vllm_reads_a_block_drafters_own_ends(tmp_path: Path) -> None:
