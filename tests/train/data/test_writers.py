@@ -493,10 +493,7 @@ def test_a_long_answer_of_a_chat_is_truncated_where_asked(
             assert set(tokenizer.decode(row.tokens[row.supervised])) == {"w"}
             assert len(row.tokens) == 90 and row.supervised[-1]
     counts = summary(spec, tmp_path)
-    assert (counts["kept"], counts["too_long"]) == (
-        2,
-        1,
-    )  # a question that does not fit is left out
+    assert (counts["kept"], counts["too_long"]) == (2, 1)  # one question does not fit
     assert (counts["truncated"], counts.get("cut", 0)) == (len(kept), 2 - len(kept))
 
 
