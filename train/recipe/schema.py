@@ -166,6 +166,8 @@ class Distill:
     turns: str = one_of("all", "first")  # of a chat that are answered, one after the other
     new_tokens: int = positive(128)  # of each answer, at most
     max_length: int | None = positive(None)  # of a row; null: prefix_tokens + new_tokens
+    # given: a chat of which not even the first answer fits (chat.supervise last: not the last one)
+    too_long: str = one_of("leave_out", "truncate")
     batch_size: int = positive(64)
     temperature: float = number(0.0, ge=0)
     # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or

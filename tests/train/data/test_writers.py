@@ -478,6 +478,25 @@ def test_long_answers_to_prompts_are_truncated(
     assert "1 answer truncated: longer than max_length allows" in caplog.text
 
 
+@pytest.mark.parametrize(("supervise", "kept"), [("all", ["long"]), ("last", ["long", "g:5"])])
+def test_a_long_answer_of_a_chat_is_truncated_where_asked(
+    tmp_path: Path, supervise: str, kept: list[str]
+) -> None:
+    spec = replace(SPEC, writer="given", max_length=90, too_long="truncate")
+    long = chat("long", "Hi", answer="w" * 99)
+    late = Document.chat("g:5", [*(GIVEN[0].messages or ())[:3], *(long.messages or ())[1:]])
+    settings = Chat(supervise=supervise)
+    rows = written(tmp_path, spec, documents=[long, late, GIVEN[5]], chat=settings)
+    tokenizer = chat_tokenizer(CHATML)
+    for row in rows:
+        if row.id in kept:
+            assert set(tokenizer.decode(row.tokens[row.supervised])) == {"w"}
+            assert len(row.tokens) == 90 and row.supervised[-1]
+    counts = summary(spec, tmp_path)
+    assert (counts["kept"], counts["too_long"]) == (2, 1)  # one question does not fit
+    assert (counts["truncated"], counts.get("cut", 0)) == (len(kept), 2 - len(kept))
+
+
 @pytest.mark.parametrize("writer", ["given", "own"])
 def test_documents_that_are_not_taken_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str

@@ -45,9 +45,8 @@ def make_writer(
         for line in look(spec, tokenizer, first, chat, length).left_out(spec):
             logger.info("distill: of the first %d texts, %s", len(first), line)
     if spec.writer == "given":
-        supervise = (chat or Chat()).supervise
         examples = _examples(spec, len(documents))
-        return GivenWriter(renderer, documents, supervise, length, examples, seed)
+        return GivenWriter(renderer, documents, spec, length, examples, seed)
     if spec.writer == "openai":
         order = order_of_asked(documents, spec, seed)
         examples = _examples(spec, len(order[0]))

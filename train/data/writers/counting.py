@@ -39,7 +39,7 @@ def count_prompts(
     renderer = chat_renderer(tokenizer, chat, spec.chat)
     if spec.writer == "given":
         length, found = spec.max_length or context, Counts()
-        for some in given_rows(renderer, documents, renderer.chat.supervise, length):
+        for some in given_rows(renderer, documents, spec, length):
             for each in some:
                 found += each.counts
         return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...recipe import Distill
 from ..documents import ChatTemplateError, Document, in_time
 from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer, Rendered, Turn, begins
@@ -22,7 +23,6 @@ class GivenWriter:
     """Existing answers as training rows, see `given_rows`.
 
     Args:
-        supervise: `all` answers of a chat or the `last` one alone.
         length: tokens of a row at most; None for any.
         examples: how many of the documents are taken.
     """
@@ -31,13 +31,13 @@ class GivenWriter:
         self,
         renderer: ChatRenderer,
         documents: Sequence[Document],
-        supervise: str,
+        spec: Distill,
         length: int | None,
         examples: int,
         seed: int = 0,
     ):
         self.renderer, self.documents = renderer, documents
-        self.supervise, self.length, self.skipped = supervise, length, 0
+        self.spec, self.length, self.skipped = spec, length, 0
         self.units, self._order = examples, order_of(len(documents), seed)
 
     def choose(self) -> None:
@@ -48,21 +48,22 @@ class GivenWriter:
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         documents = (self.documents[self._order[number]] for number in numbers)
-        for found in given_rows(self.renderer, documents, self.supervise, self.length):
+        for found in given_rows(self.renderer, documents, self.spec, self.length):
             tick(len(found), sum(each.counts.supervised for each in found))
             yield from found
 
 
 def given_rows(
-    renderer: ChatRenderer, documents: Iterable[Document], supervise: str, length: int | None
+    renderer: ChatRenderer, documents: Iterable[Document], spec: Distill, length: int | None
 ) -> Iterator[list[Written]]:
     """The rows of each document, of several at once.
 
     They are of a chat its answers, of a prompt its answer, of a text all; where the tokens of the
     last answer are known, that answer alone. A text makes as many rows of `length` tokens as it
-    takes. Chats that are longer are cut at a turn, and left out where no answer fits, or the last
-    one alone is taught and does not; answers to prompts are truncated. Raises DistillError, which
-    names the document, where the template refuses a chat, or its tokens are not the tokenizer's.
+    takes. Chats that are longer are cut at a turn. Where no answer fits, or the last one alone is
+    taught and does not, they are left out or truncated, as `spec.too_long` says; answers to prompts
+    are truncated. Raises DistillError, which names the document, where the template refuses a chat,
+    or its tokens are not the tokenizer's.
     """
 
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
@@ -78,9 +79,9 @@ def given_rows(
                 made = _fitted(document.id, [_decoded(renderer, document)], length, True)
             elif document.messages:
                 rows = renderer.rows_from(each.turns, ids)
-                if supervise == "last":
+                if renderer.chat.supervise == "last":
                     rows = [row.last() for row in rows[-1:]]
-                made = _fitted(document.id, rows, length, False)
+                made = _fitted(document.id, rows, length, spec.too_long == "truncate")
             elif document.answer is not None:
                 made = _fitted(document.id, [_answered(renderer, document, ids)], length, True)
             else:
@@ -203,11 +204,11 @@ def _fitted(id: str, rows: list[Rendered], length: int | None, truncate: bool) -
     counts, fitted = Counts(), []
     for row in rows:
         part = row if length is None else row.cut(length)
-        if length is not None and truncate and not part.answers:
+        if part.answers or length is None or not truncate:
+            counts.cut |= len(part.answers) < len(row.answers)
+        else:
             part = row.truncated(length)
-            counts.truncated = 1
-        elif len(part.answers) < len(row.answers):
-            counts.cut = 1
+            counts.truncated |= bool(part.answers)
         if part.answers:
             fitted.append(part)
     if rows and not fitted:
