@@ -76,8 +76,9 @@ class DecodingMethod(ABC):
                 None, so `transformers.set_seed` governs it.
 
         Returns:
-            [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`. In
-            its `scores` and `logits`, a row that has ended is certain of the padding token.
+            [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`,
+            without `past_key_values`. In its `scores` and `logits`, a row that has ended is certain
+            of the padding token.
 
         Raises:
             OptionError: something was asked for that cannot be honoured, by name.
@@ -120,7 +121,8 @@ class DecodingMethod(ABC):
 
         Returns:
             [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with
-            `return_dict_in_generate=True`. `stats` then describes this call.
+            `return_dict_in_generate=True`, whose `past_key_values` is None. `stats` then describes
+            this call.
 
         Raises:
             OptionError: an option that cannot be honoured, by name.

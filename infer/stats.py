@@ -176,7 +176,8 @@ class Record:
     def steps(self, new: int, pad: int) -> dict[str, tuple[Tensor, ...]]:
         """Scores, logits or both, as wanted: one [B, V] for each of `new` tokens.
 
-        A row that has ended gets rows of -inf with 0 at the padding token, a certain choice of it.
+        A row that has ended gets rows of -inf with 0 at the padding token, a certain choice of it,
+        where the output layer has one of that id.
         """
         return {name: self._steps(name, new, pad) for name in self.wanted if self.wanted[name]}
 
@@ -185,7 +186,8 @@ class Record:
         batch, _, vocab = first.shape
         dtype = reduce(torch.promote_types, (kept[name].dtype for kept in self._rounds))
         out = torch.full((new, batch, vocab), -torch.inf, dtype=dtype, device=first.device)
-        out[:, :, pad] = 0
+        if 0 <= pad < vocab:
+            out[:, :, pad] = 0
         start = torch.zeros(batch, dtype=torch.long, device=first.device)
         for emitted, kept in zip(self.counts, self._rounds, strict=True):
             count = torch.from_numpy(emitted).to(first.device)

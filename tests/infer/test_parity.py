@@ -471,6 +471,22 @@ def test_scores_alone_and_none() -> None:
     assert isinstance(ours.generate(ids, output_scores=True, **base(**more)), Tensor)
 
 
+@pytest.mark.parametrize("pad", [VOCAB, -1, -100])
+def test_scores_where_no_logit_is_the_padding_token_s(pad: int) -> None:
+    """A row that has ended then has -inf alone."""
+    ids, more = inputs(3)
+    eos = int(tiny("llama").generate(ids, **base(**more))[0, 11])
+    options = base(**more) | {"eos_token_id": eos, "pad_token_id": 0}
+    expected = tiny("llama").generate(ids, **options)
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    options |= {"pad_token_id": pad}
+    out = Speculator(tiny("llama"), medusa("llama")).generate(ids, **options)
+    assert torch.equal(out.sequences.where(out.sequences != pad, 0), expected)
+    assert out.sequences[0, -1] == pad and out.past_key_values is None
+    for last in (out.scores[-1], out.logits[-1]):
+        assert last[0].isneginf().all() and last[1:].isfinite().any()
+
+
 @pytest.mark.parametrize("batch", LENGTHS)
 @pytest.mark.parametrize("since", [0, 14])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
