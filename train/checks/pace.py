@@ -21,7 +21,7 @@ class Pace:
     """What a few steps took, and what follows for the whole run on one process."""
 
     written_tokens_s: float  # that the target writes a second, in a batch of the recipe's size
-    step_s: float  # a training step with the recipe's rows and longest texts
+    step_s: float  # a training step with the recipe's rows and longest texts, in the mean
     peak: int  # bytes on the GPU; of the process where there is none
     distill_s: float
     train_s: float
@@ -37,7 +37,8 @@ def measure_steps(
 ) -> tuple[float, int]:
     """Seconds of a training step, and the memory then in use: of three steps, the fastest.
 
-    One of a step's micro-batches is computed, and counted as often as there are.
+    Where the stages of a training differ, each is measured, and the seconds are the mean over all
+    steps. One of a step's micro-batches is computed, and counted as often as there are.
 
     Args:
         length: tokens of each row.
@@ -47,22 +48,25 @@ def measure_steps(
     device = module.target.device
     tokens = torch.randint(vocab_size, (rows, length), device=device)
     supervised = torch.ones_like(tokens, dtype=torch.bool)
-    parameters = [p for p in module.drafter.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, 1e-5)
+    learning = [p for part in module.trained() for p in part.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, 1e-5)
     module.train()
-    times = []
-    for _ in range(3):
-        _wait(device)
-        started = time.perf_counter()
-        module(None, tokens, supervised)["loss"].backward()
-        _wait(device)
-        computed = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait(device)
-        times.append(batches * (computed - started) + time.perf_counter() - computed)
+    mean = 0.0
+    for share, options in module.stages():
+        times = []
+        for _ in range(3):
+            _wait(device)
+            started = time.perf_counter()
+            module(None, tokens, supervised, **options)["loss"].backward()
+            _wait(device)
+            computed = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            _wait(device)
+            times.append(batches * (computed - started) + time.perf_counter() - computed)
+        mean += share * min(times)
     module.eval()
-    return min(times), peak_memory(device)
+    return mean, peak_memory(device)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -125,6 +125,13 @@ class JointTarget(TargetWithDrafter):
     def trained(self) -> list[nn.Module]:
         return [self.drafter, *self.adapter.factors()]
 
+    def stages(self) -> list[tuple[float, dict[str, Any]]]:
+        """The drafter alone, then with the adapter; without a stage that has no share."""
+        config: Any = self.drafter.config
+        alone = float(config.heads_first)
+        both = (alone, {"weight": None}), (1 - alone, {"weight": config.head_weight})
+        return [(share, options) for share, options in both if share]
+
     def load(self, folder: Path) -> None:
         super().load(folder)
         self.adapter.load(folder)  # saved beside the drafter's weights

@@ -247,6 +247,10 @@ class TargetWithDrafter(nn.Module):
         """What learns, as modules."""
         return [self.drafter]
 
+    def stages(self) -> list[tuple[float, dict[str, Any]]]:
+        """The stages of a training: each one's share, and its further arguments of `forward`."""
+        return [(1.0, {})]
+
     def load(self, folder: Path) -> None:
         """Read what learns from a checkpoint."""
         self.drafter.load_checkpoint(folder)
