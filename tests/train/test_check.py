@@ -137,11 +137,15 @@ def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
     assert calls == [4, 4, 4] and 10 * 0.02 < step[0] < 2
     # 24 rows are asked for, and taken of at least as many documents: a step an epoch.
     for documents, steps in ((100, 3), (10, 3)):
-        pace = pace_of(made, (100, 1.0), step, documents)
+        pace = pace_of(made, (100, 1.0), step, documents, (1, 1))
         assert pace.train_s == pytest.approx(steps * step[0])
         assert pace.distill_s == pytest.approx(min(24, documents) * 32 / 100)
     made = recipe(home, train={"rows_per_step": 8, "epochs": 3, "max_steps": 1_000_000})
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100).train_s == 9 * 2.0
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 1)).train_s == 9 * 2.0
+    # Chats of four answers, 32 tokens at most each; they are as many rows, or one of 128 tokens.
+    four = pace_of(made, (100, 1.0), (2.0, 0), 100, (4, 4))
+    assert four.train_s == 4 * 9 * 2.0 and four.distill_s == pytest.approx(24 * 4 * 32 / 100)
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 9)).distill_s == 24 * 128 / 100
 
 
 def test_stages_are_measured_by_their_share(home: Path) -> None:

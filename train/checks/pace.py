@@ -81,7 +81,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def pace_of(
-    recipe: Recipe, wrote: tuple[int, float], step: tuple[float, int], documents: int
+    recipe: Recipe,
+    wrote: tuple[int, float],
+    step: tuple[float, int],
+    documents: int,
+    each: tuple[float, float],
 ) -> Pace:
     """What was measured, and the whole run's times; bounds in seconds of the recipe are kept.
 
@@ -89,20 +93,21 @@ def pace_of(
         wrote: tokens that the target wrote, and seconds; the shape of a batch is the recipe's.
         step: see `measure_steps`.
         documents: of the training set; see `examples_of`.
+        each: rows and answers of a document, see `per_document`.
     """
     speed = wrote[0] / wrote[1]
     spec, train = recipe.distill, recipe.train
-    rows = examples_of(spec, documents)
+    units, (rows, answers) = examples_of(spec, documents), each
     steps = train.max_steps
     if train.epochs is not None:
-        steps_an_epoch = math.ceil(rows / (train.batch_size * train.accumulation(1)))
+        steps_an_epoch = math.ceil(units * rows / (train.batch_size * train.accumulation(1)))
         steps = min(steps, math.ceil(train.epochs * steps_an_epoch))
     own = spec.writer == "own"  # what a server takes is not known
-    total = rows * spec.new_tokens if own else 0
+    total = units * min(answers * spec.new_tokens, rows * spec.row_tokens) if own else 0
     bounds = spec.max_seconds, train.max_seconds
-    each = total / speed, step[0] * steps
+    asked = total / speed, step[0] * steps
     kept = [
-        min(s, bound) if bound is not None else s for s, bound in zip(each, bounds, strict=True)
+        min(s, bound) if bound is not None else s for s, bound in zip(asked, bounds, strict=True)
     ]
     return Pace(speed, step[0], step[1], *kept)
 
