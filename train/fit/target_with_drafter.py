@@ -120,7 +120,7 @@ class TargetWithDrafter(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The `loss` of a batch: tokens [B, T], supervised [B, T] bool.
+        """The `loss` of a batch, and `by_depth`: tokens [B, T], supervised [B, T] bool.
 
         Args:
             rows: [B], their numbers among the cached rows, or [B, S] where each holds up to S of
@@ -131,7 +131,8 @@ class TargetWithDrafter(nn.Module):
         """
         captured = self.read(rows, tokens, segments, positions)
         batch = tokens, supervised, counts, segments, positions
-        return {"loss": self.draft_loss(captured, captured, *batch)}
+        loss = self.draft_loss(captured, captured, *batch)
+        return {"loss": loss, "by_depth": self.loss.by_depth}
 
     def draft_loss(
         self, captured: Tensor, teaching: Tensor, tokens: Tensor, supervised: Tensor,
