@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import LayerShape, decoder_of, load_pretrained
 from headstart.heads.core.layer_sizes import inner_size, layer_configs
-from headstart.heads.parts.adapted_layers import is_adapted
 from headstart.heads.parts.own_layers import attending_layers
 
 from .losses import loss_of
@@ -35,6 +34,7 @@ from .sizes import (
     ARTIFACT,
     ROW_TOKEN,
     STORED,
+    adapter_parameters,
     cache_bytes,
     feature_bytes,
     matrix_shape,
@@ -163,7 +163,7 @@ class _Arithmetic:
         self.layers = sum(inputs * outputs for inputs, outputs in self.matrices.values())
         self.trained = parameters_of(drafter) if drafter.trainable else 0
         self.outputs = _outputs(drafter)  # parameters of the drafter's own output layers
-        self.adapter = self._adapter()
+        self.adapter = adapter_parameters(target, drafter)
         distill = recipe.distill
         self.row = (  # tokens of a row as they are expected, and as they may be at most
             assumed.prompts * distill.prefix_tokens + assumed.answers * distill.new_tokens
@@ -188,21 +188,6 @@ class _Arithmetic:
     @property
     def four_bit(self) -> bool:
         return self.recipe.target.dtype == "4bit"
-
-    def _adapter(self) -> int:
-        """Parameters of the LoRA factors: rank × (inputs + outputs) of each adapted layer."""
-        if self.drafter.adapter is None:
-            return 0
-        config: Any = self.drafter.config
-        sizes = sum(map(sum, self._adapted()))
-        if "lm_head" in config.modules:
-            sizes += self.text.hidden_size + self.text.vocab_size
-        return config.rank * sizes
-
-    def _adapted(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of the layers that the adapter changes, but for the output layer."""
-        modules, kind = getattr(self.drafter.config, "modules", ()), self.model.config.model_type
-        return [size for name, size in self.matrices.items() if is_adapted(name, modules, kind)]
 
     def _memory(self) -> dict[str, float]:
         train, weights = self.recipe.train, self.weight_bytes

@@ -349,7 +349,7 @@ class Run:
             )
             prompts = self._judged(corpus, target).prompts(self.recipe, "bench")
             tokens = [prompt.tokens.to(model.device) for prompt in prompts]
-            temperature = decode.temperature if RULES[decode.rule].samples else 0.0
+            temperature = (decode.temperature or 1.0) if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             if decode.sampled is not None:
                 trees, faster = speculator.trees, speculator.target.compile

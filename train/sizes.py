@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from headstart.heads import FINAL, Drafter
 from headstart.heads.core import LayerShape, decoder_of, probe_layers
 from headstart.heads.core.layer_sizes import layer_configs
+from headstart.heads.parts.adapted_layers import is_adapted
 from headstart.heads.parts.own_layers import recurrent_layers
 
 from .losses import loss_of
@@ -45,6 +46,21 @@ def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
 
 def parameters_of(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def adapter_parameters(target: PreTrainedModel, drafter: Drafter) -> int:
+    """Of a drafter's adapter in this target: rank × (inputs + outputs) of each adapted layer."""
+    if drafter.adapter is None:
+        return 0
+    config: Any = drafter.config
+    kind, sizes = target.config.model_type, 0
+    for name, module in decoder_of(target).named_modules():
+        if (shape := matrix_shape(module)) and is_adapted(name, config.modules, kind):
+            sizes += sum(shape)
+    if "lm_head" in config.modules:
+        text: Any = target.config.get_text_config(decoder=True)
+        sizes += text.hidden_size + text.vocab_size
+    return config.rank * sizes
 
 
 def weight_bytes(target: PreTrainedModel, dtype: str) -> float:

@@ -16,12 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads.core import features
+from headstart.heads.parts.adapter import Adapter
 from headstart.train.checks import inspect
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
 from headstart.train.checks.masks import tokenizer_fits
+from headstart.train.checks.needs import needs_of
 from headstart.train.checks.overfit import learns_by_heart
 from headstart.train.checks.pace import measure_steps, pace_of
+from headstart.train.checks.plan import plan_run
 from headstart.train.data import rendering
 from headstart.train.data.documents import Document
 from headstart.train.fit import target_with_drafter
@@ -107,30 +110,67 @@ def test_a_run_that_can_work_passes(home: Path) -> None:
     assert not (home / "runs").exists()
 
 
+class Timed(torch.nn.Module):
+    """A module whose steps take so many seconds."""
+
+    def __init__(self, *stages: tuple[float, dict[str, Any]]) -> None:
+        super().__init__()
+        self.drafter, self.target = torch.nn.Linear(1, 1), torch.zeros(1)
+        self.stages = lambda: stages or [(1.0, {})]
+        self.trained = lambda: [self.drafter]
+
+    def step(self, seconds: float) -> Any:
+        time.sleep(seconds)
+        return {"loss": self.drafter.weight.sum()}
+
+
 def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
     calls: list[int] = []
 
-    class Counted(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drafter, self.target = torch.nn.Linear(1, 1), torch.zeros(1)
-
+    class Counted(Timed):
         def forward(self, rows: Any, tokens: torch.Tensor, supervised: Any) -> Any:
             calls.append(len(tokens))
-            time.sleep(0.02)
-            return {"loss": self.drafter.weight.sum()}
+            return self.step(0.02)
 
     made = recipe(home, train={"rows_per_step": 40, "epochs": 3, "max_steps": 1_000_000})
     step = measure_steps(Counted(), made, 300, 8)  # type: ignore[arg-type]
     assert calls == [4, 4, 4] and 10 * 0.02 < step[0] < 2
     # 24 rows are asked for, and taken of at least as many documents: a step an epoch.
     for documents, steps in ((100, 3), (10, 3)):
-        pace = pace_of(made, (100, 1.0), step, documents)
+        pace = pace_of(made, (100, 1.0), step, documents, (1, 1))
         assert pace.train_s == pytest.approx(steps * step[0])
         assert pace.distill_s == pytest.approx(min(24, documents) * 32 / 100)
     assert pace_of(made, (100, 1.0), (2.0, 0), 100, rows_each=10).train_s == 3 * 6 * 2.0
     made = recipe(home, train={"rows_per_step": 8, "epochs": 3, "max_steps": 1_000_000})
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100).train_s == 9 * 2.0
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 1)).train_s == 9 * 2.0
+    # Chats of four answers, 32 tokens at most each; they are as many rows, or one of 128 tokens.
+    four = pace_of(made, (100, 1.0), (2.0, 0), 100, (4, 4))
+    assert four.train_s == 4 * 9 * 2.0 and four.distill_s == pytest.approx(24 * 4 * 32 / 100)
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 9)).distill_s == 24 * 128 / 100
+
+
+def test_stages_are_measured_by_their_share(home: Path) -> None:
+    class Staged(Timed):
+        def forward(self, rows: Any, tokens: Any, supervised: Any, weight: float | None) -> Any:
+            return self.step(0.02 if weight is None else 0.12)
+
+    stages = (0.75, {"weight": None}), (0.25, {"weight": 0.2})
+    seconds, _ = measure_steps(Staged(*stages), recipe(home), 300, 8)  # type: ignore[arg-type]
+    assert 0.045 <= seconds < 0.1
+
+
+def test_an_adapter_needs_memory_and_disk_too(home: Path) -> None:
+    """Of each parameter a float32 weight, gradient and two moments, three checkpoints, and one."""
+    options = {"output": "own", "rank": 4}
+    made = [recipe(home), recipe(home, drafter={"family": "medusa2", **options})]
+    heads, both = (needs_of(each, plan_run(each)) for each in made)
+    model = AutoModelForCausalLM.from_pretrained(home / "target")
+    adapter = Adapter(4, 8, 0.0, [])
+    adapter.attach(model)
+    count = sum(factor.numel() for factor in adapter.parameters())
+    assert heads.drafter == both.drafter
+    assert both.disk - heads.disk == pytest.approx(40 * count)
+    assert both.memory - heads.memory == pytest.approx(16 * count)
 
 
 def test_given_rows_are_as_long_as_their_texts(

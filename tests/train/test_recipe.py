@@ -209,6 +209,15 @@ def test_what_a_shipped_recipe_shares_is_the_same(name: str) -> None:
             assert getattr(recipe, part) == getattr(other, part), part
 
 
+@pytest.mark.parametrize("setting", ["temperature=1.0", "temperature=0.5", "top_p=0.8", "top_k=9"])
+def test_sampling_needs_a_rule_that_samples(setting: str) -> None:
+    name = setting.partition("=")[0]
+    said = f"found greedy, .* decode.{name} .* set decode.rule=coupled .*decode.{name}=null"
+    with pytest.raises(RecipeError, match=said):
+        load_recipe("quickstart", [f"decode.{setting}"])
+    assert load_recipe("quickstart", [f"decode.{setting}", "decode.rule=coupled"])
+
+
 def test_to_dict_round_trip() -> None:
     recipe = load_recipe("quickstart")
     data = recipe.to_dict()

@@ -27,6 +27,7 @@ from ..data.prefixes import (
     prompt_settings,
 )
 from ..data.writers import make_writer
+from ..data.writers.counting import LOOKED_AT, per_document
 from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
 from ..fit.joint import training_module
@@ -107,7 +108,9 @@ def inspect_run(recipe: Recipe) -> Inspection:
     length = recipe.distill.row_tokens
     if recipe.distill.writer == "given":  # as long as the corpus' own texts
         length = min(len(some[0]), recipe.distill.max_length or plan.context or len(some[0]))
-    _try_training(recipe, target, texts, length, found)
+    some = [documents["train"][i] for i in range(min(len(documents["train"]), LOOKED_AT))]
+    each = per_document(recipe.distill, tokenizer, some, recipe.chat, plan.context)
+    _try_training(recipe, target, texts, length, each, found)
     return found
 
 
@@ -180,16 +183,15 @@ def training_rows(
     ]
 
 
-def _rows_each(rows: Sequence[ShownRow]) -> float:
-    """Rows that a document made, in the mean; 1 where rows are of no document."""
-    ids = [row.document.id for row in rows if row.document is not None]
-    return len(ids) / len(set(ids)) if ids else 1.0
-
-
 def _try_training(
-    recipe: Recipe, target: Any, texts: list[Tensor], length: int, found: Inspection
-) -> None:
-    """Alignment, the pace of a few steps on rows of `length` tokens, and a text learnt by heart."""
+    recipe: Recipe, target: Any, texts: list[Tensor], length: int, each: tuple[float, float],
+    found: Inspection,
+) -> None:  # fmt: skip
+    """Alignment, the pace of a few steps on rows of `length` tokens, and a text learnt by heart.
+
+    Args:
+        each: rows and answers of a document.
+    """
     drafter: Any = make_drafter(recipe, target, Sample(torch.cat(texts)))  # type: ignore[arg-type]
     short = min(prompt_settings(recipe)["tokens"] or 32, 32)
     prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
@@ -203,8 +205,7 @@ def _try_training(
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
     step = measure_steps(module, recipe, len(found.tokenizer), length)
-    documents = found.counts["training documents"]
-    found.pace = pace_of(recipe, wrote, step, documents, _rows_each(found.rows))
+    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each)
     module.release()
     if drafter.adapter is not None:
         drafter.adapter.detach()

@@ -18,6 +18,7 @@ from ..sizes import (
     ARTIFACT,
     ROW_TOKEN,
     STORED,
+    adapter_parameters,
     feature_bytes,
     parameters_of,
     state_bytes,
@@ -34,7 +35,7 @@ class Needs:
     """Sizes in bytes; what is not known before the run is not counted in `memory`."""
 
     target: float  # the weights as they are loaded
-    drafter: int  # its parameters
+    drafter: int  # its parameters, without those of an adapter
     disk: float  # at most
     memory: float  # at least, of each process
     # The sum of the stages' bounds, without measuring the drafter; None where a stage has none. A
@@ -70,8 +71,9 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
     # The states of every depth where tokens are supervised, kept for the backward pass.
     states = depths * min(row, distill.new_tokens) * config.hidden_size
-    memory = target + state_bytes(train) * drafter + 4 * train.batch_size * (features + states)
-    disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * drafter
+    learned = drafter + adapter_parameters(plan.target, plan.drafter)
+    memory = target + state_bytes(train) * learned + 4 * train.batch_size * (features + states)
+    disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * learned
     disk += feature_bytes(recipe, plan.target, plan.drafter, rows)
     bounds = [distill.max_seconds, train.max_seconds]
     if (made := recipe.target.scratch) is not None:

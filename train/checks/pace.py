@@ -21,7 +21,7 @@ class Pace:
     """What a few steps took, and what follows for the whole run on one process."""
 
     written_tokens_s: float  # that the target writes a second, in a batch of the recipe's size
-    step_s: float  # a training step with the recipe's rows and longest texts
+    step_s: float  # a training step with the recipe's rows and longest texts, in the mean
     peak: int  # bytes on the GPU; of the process where there is none
     distill_s: float
     train_s: float
@@ -37,7 +37,8 @@ def measure_steps(
 ) -> tuple[float, int]:
     """Seconds of a training step, and the memory then in use: of three steps, the fastest.
 
-    One of a step's micro-batches is computed, and counted as often as there are.
+    Where the stages of a training differ, each is measured, and the seconds are the mean over all
+    steps. One of a step's micro-batches is computed, and counted as often as there are.
 
     Args:
         length: tokens of each row.
@@ -47,22 +48,25 @@ def measure_steps(
     device = module.target.device
     tokens = torch.randint(vocab_size, (rows, length), device=device)
     supervised = torch.ones_like(tokens, dtype=torch.bool)
-    parameters = [p for p in module.drafter.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, 1e-5)
+    learning = [p for part in module.trained() for p in part.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, 1e-5)
     module.train()
-    times = []
-    for _ in range(3):
-        _wait(device)
-        started = time.perf_counter()
-        module(None, tokens, supervised)["loss"].backward()
-        _wait(device)
-        computed = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait(device)
-        times.append(batches * (computed - started) + time.perf_counter() - computed)
+    mean = 0.0
+    for share, options in module.stages():
+        times = []
+        for _ in range(3):
+            _wait(device)
+            started = time.perf_counter()
+            module(None, tokens, supervised, **options)["loss"].backward()
+            _wait(device)
+            computed = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            _wait(device)
+            times.append(batches * (computed - started) + time.perf_counter() - computed)
+        mean += share * min(times)
     module.eval()
-    return min(times), peak_memory(device)
+    return mean, peak_memory(device)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -81,7 +85,7 @@ def pace_of(
     wrote: tuple[int, float],
     step: tuple[float, int],
     documents: int,
-    rows_each: float = 1.0,
+    each: tuple[float, float],
 ) -> Pace:
     """What was measured, and the whole run's times; bounds in seconds of the recipe are kept.
 
@@ -89,21 +93,21 @@ def pace_of(
         wrote: tokens that the target wrote, and seconds; the shape of a batch is the recipe's.
         step: see `measure_steps`.
         documents: of the training set; see `examples_of`.
-        rows_each: training rows that a document makes, in the mean.
+        each: rows and answers of a document, see `per_document`.
     """
     speed = wrote[0] / wrote[1]
     spec, train = recipe.distill, recipe.train
-    units = examples_of(spec, documents)
+    units, (rows, answers) = examples_of(spec, documents), each
     steps = train.max_steps
     if train.epochs is not None:
-        steps_an_epoch = math.ceil(units * rows_each / (train.batch_size * train.accumulation(1)))
+        steps_an_epoch = math.ceil(units * rows / (train.batch_size * train.accumulation(1)))
         steps = min(steps, math.ceil(train.epochs * steps_an_epoch))
     own = spec.writer == "own"  # what a server takes is not known
-    total = units * spec.new_tokens if own else 0
+    total = units * min(answers * spec.new_tokens, rows * spec.row_tokens) if own else 0
     bounds = spec.max_seconds, train.max_seconds
-    each = total / speed, step[0] * steps
+    asked = total / speed, step[0] * steps
     kept = [
-        min(s, bound) if bound is not None else s for s, bound in zip(each, bounds, strict=True)
+        min(s, bound) if bound is not None else s for s, bound in zip(asked, bounds, strict=True)
     ]
     return Pace(speed, step[0], step[1], *kept)
 

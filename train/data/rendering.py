@@ -321,7 +321,7 @@ class ChatRenderer:
         if text.startswith(prompt):
             return Turn(prompt, text, self.whole(messages), tools)
         calls = messages[-1].get("tool_calls")  # which stand behind the content
-        rest = None if calls else _after(prompt, messages[-1]["content"])
+        rest = None if calls else after_prompt(prompt, messages[-1]["content"])
         if rest is None:
             raise ChatTemplateError(
                 "the tokenizer's chat template begins the answer otherwise than its prompt ends "
@@ -366,14 +366,14 @@ class ChatRenderer:
         return tuple(token for token in known | set(self.tokenizer.all_special_tokens) if token)
 
 
-def _after(prompt: str, content: str) -> str | None:
+def after_prompt(prompt: str, content: str) -> str | None:
     """What of an answer follows a prompt that opens or closes the thinking itself.
 
-    >>> _after("<assistant><think>\\n", "<think>\\nHm.</think>Yes.")
+    >>> after_prompt("<assistant><think>\\n", "<think>\\nHm.</think>Yes.")
     'Hm.</think>Yes.'
-    >>> _after("<assistant><think></think>", "<think>Hm.</think>Yes.")
+    >>> after_prompt("<assistant><think></think>", "<think>Hm.</think>Yes.")
     'Yes.'
-    >>> _after("<assistant><think>", "Yes.") is None
+    >>> after_prompt("<assistant><think>", "Yes.") is None
     True
     """
     _, closed, said = content.rpartition(_THOUGHT)

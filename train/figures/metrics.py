@@ -5,6 +5,7 @@ A line is JSON, and is of a step: of training (`loss`), or of a validation (`tau
     step, seconds          of training so far, and its time
     loss, learning_rate, grad_norm
                            the mean loss since the last such line, and the last step's others
+    loss_by_depth          the same mean of each depth alone, without its weight in the loss
     tokens_per_second      of real tokens, no padding, over all processes; validation is not counted
     memory_bytes           the most that this process has used: of the GPU, or of its own memory
     share_of_peak          products of a step, by arithmetic, over what the GPU's data sheet allows;
@@ -32,6 +33,7 @@ from transformers import TrainerCallback
 from headstart.heads.core.files import write_atomically
 
 from ..fit.clock import Clock
+from ..processes.agreement import sum_over_processes
 
 LEFT_OUT = ("tree", "tree_shares", "tau_by_source", "tau_by_prompt", "rounds", "samples")
 """What a validation measures and a line does not tell: it is in the artifact's manifest or
@@ -84,11 +86,16 @@ class Metrics(TrainerCallback):
         self.peak = peak_of(torch.cuda.get_device_name()) if gpu else None
         self.lines: list[str] = []
         self.tokens, self.active = 0, 0.0  # since the last line of training
+        self.steps, self.by_depth = 0, torch.zeros(())  # [K] then, on the device
         self.mark = time.perf_counter()
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Note the batches of a step."""
         self.tokens += sum(real_tokens(batch, self.lengths) for batch in batches)
+
+    def add(self, by_depth: Tensor) -> None:
+        """Note a micro-batch's part of the step's loss by depth, [K], without a read from a GPU."""
+        self.by_depth = by_depth + self.by_depth
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.mark = time.perf_counter()
@@ -97,20 +104,30 @@ class Metrics(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
         self.active, self.mark = self.active + now - self.mark, now
+        self.steps += 1
 
-    def measured(self) -> dict[str, float]:
-        """What a line of training tells beside the loss, since the last such line."""
-        found: dict[str, float] = {"memory_bytes": memory()}
+    def measured(self) -> dict[str, Any]:
+        """What a line of training tells beside the loss, since the last such line.
+
+        All processes call it, since losses are summed over them.
+        """
+        found: dict[str, Any] = {"memory_bytes": memory()}
+        if self.steps:
+            means = (self.by_depth / self.steps).tolist()
+            found["loss_by_depth"] = sum_over_processes(means, self.by_depth.device)
         if self.active:
             speed = found["tokens_per_second"] = self.tokens * self.processes / self.active
             if self.flops and self.peak:
                 found["share_of_peak"] = speed * self.flops / (self.peak * self.processes)
         self.tokens, self.active = 0, 0.0
+        self.steps, self.by_depth = 0, torch.zeros(())
         return found
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
-            self._write(state, {name: logs.get(name) for name in _OF_TRAINING})
+            found = {name: logs.get(name) for name in _OF_TRAINING}
+            depths = [v for name, v in logs.items() if name.startswith("loss_by_depth_")]
+            self._write(state, found | {"loss_by_depth": depths or None})
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any

@@ -101,12 +101,13 @@ class JointTarget(TargetWithDrafter):
             loss = self.draft_loss(base, base, *batch)
             if in_parallel() and not in_shards(self):  # which wait for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
-            return {"loss": loss}
+            return {"loss": loss, "by_depth": self.loss.by_depth}
         adapted = self.run_target(tokens, positions)
         loss = weight * self.draft_loss(adapted, base, *batch)
         where, final = target_positions(supervised, segments), self.final
         both = base[..., final][where], adapted[..., final][where]
-        return {"loss": loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])}
+        loss = loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])
+        return {"loss": loss, "by_depth": self.loss.by_depth}
 
     def checkpoint_activations(self) -> None:
         """Of the target's layers, through which the adapter's gradients flow."""
@@ -124,6 +125,13 @@ class JointTarget(TargetWithDrafter):
 
     def trained(self) -> list[nn.Module]:
         return [self.drafter, *self.adapter.factors()]
+
+    def stages(self) -> list[tuple[float, dict[str, Any]]]:
+        """The drafter alone, then with the adapter; without a stage that has no share."""
+        config: Any = self.drafter.config
+        alone = float(config.heads_first)
+        both = (alone, {"weight": None}), (1 - alone, {"weight": config.head_weight})
+        return [(share, options) for share, options in both if share]
 
     def load(self, folder: Path) -> None:
         super().load(folder)
@@ -257,7 +265,7 @@ def base_kl(
     with gathered(own):  # read as often as this process has chunks
         if not len(base):
             return adapted.sum() * 0.0
-        return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)
+        return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)[0]
 
 
 def adapter_loss_change(

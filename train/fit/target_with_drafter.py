@@ -120,7 +120,7 @@ class TargetWithDrafter(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The `loss` of a batch: tokens [B, T], supervised [B, T] bool.
+        """The `loss` of a batch, and `by_depth`: tokens [B, T], supervised [B, T] bool.
 
         Args:
             rows: [B], their numbers among the cached rows, or [B, S] where each holds up to S of
@@ -131,7 +131,8 @@ class TargetWithDrafter(nn.Module):
         """
         captured = self.read(rows, tokens, segments, positions)
         batch = tokens, supervised, counts, segments, positions
-        return {"loss": self.draft_loss(captured, captured, *batch)}
+        loss = self.draft_loss(captured, captured, *batch)
+        return {"loss": loss, "by_depth": self.loss.by_depth}
 
     def draft_loss(
         self, captured: Tensor, teaching: Tensor, tokens: Tensor, supervised: Tensor,
@@ -246,6 +247,10 @@ class TargetWithDrafter(nn.Module):
     def trained(self) -> list[nn.Module]:
         """What learns, as modules."""
         return [self.drafter]
+
+    def stages(self) -> list[tuple[float, dict[str, Any]]]:
+        """The stages of a training: each one's share, and its further arguments of `forward`."""
+        return [(1.0, {})]
 
     def load(self, folder: Path) -> None:
         """Read what learns from a checkpoint."""

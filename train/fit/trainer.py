@@ -308,6 +308,7 @@ class DrafterTrainer(Trainer):
         with torch.autocast(place, torch.bfloat16, enabled=own, cache_enabled=self.copies):
             outputs = model(**inputs, **options)
         self.parts.append((inputs, outputs["loss"].detach()))
+        self.metrics.add(outputs["by_depth"])
         if self.accelerator.sync_gradients:  # before the gradients are used
             self.agree(options)
         # The counts are those of all processes, and their gradients are averaged, not summed.
@@ -316,7 +317,8 @@ class DrafterTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what was measured of the speed too, for `metrics.jsonl` and all trackers."""
-        super().log(logs | self.metrics.measured() if "loss" in logs else logs, *args, **kwargs)
+        measured = scalars(self.metrics.measured()) if "loss" in logs else {}
+        super().log(logs | measured, *args, **kwargs)
 
     def measure(self, checkpoint: Path | None = None) -> dict[str, Any]:
         """What the validation says, of a checkpoint's weights if given, which stay loaded."""

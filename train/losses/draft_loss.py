@@ -200,6 +200,10 @@ class DraftLoss:
         weights: by which each position's loss is also multiplied at each depth: none, those of
             `acceptance_weights` or of `confidence_weights`. They have no gradient.
 
+    Attributes:
+        by_depth: [K], of the last batch each depth's mean loss, without gradient: neither times
+            `decay**k`, nor with the features' distance or the loss of a choice.
+
     Raises:
         OptionError: see `Teacher`; or the drafter predicts no features.
     """
@@ -216,6 +220,7 @@ class DraftLoss:
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
         self.kind, self.size, self._teacher = loss_of(loss), size, None
         self.weights = weights
+        self.by_depth = torch.empty(0)
         self._room = Room()  # kept on a CPU
         if self.kind.divergence is not None or weights == "confidence":
             self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
@@ -274,11 +279,13 @@ class DraftLoss:
         states = drafter.draft_hidden_states(
             features, tokens, where, len(labels), **asked
         )  # [K, M, D']
+        counted = counts[: len(labels)].clamp(min=1)
         if not labels.shape[1]:
+            self.by_depth = torch.zeros(len(labels), device=counts.device)
             return zero_with_gradient(drafter.parameters())
         depths = torch.arange(1, len(labels) + 1, device=counts.device)  # [K]
         factors = self.decay ** depths.to(torch.promote_types(states.dtype, torch.float32))
-        factors = factors / counts[: len(labels)].clamp(min=1)
+        factors = factors / counted
         # Past a row's end this is the next row's place, but there the label is ignored.
         places = where.flatten().nonzero().squeeze(1)  # [M], among B * T
         ahead = (places + depths.unsqueeze(1)).clamp(max=where.numel() - 1)  # [K, M]
@@ -302,13 +309,14 @@ class DraftLoss:
         if self.kind.divergence is not None:
             assert self._teacher is not None
             comparison = SoftLabels(self.kind, self._teacher, teaching, ahead, labels, size, room)
-        total = summed_loss(outputs, states, factors, comparison, weights)
+        total, sums = summed_loss(outputs, states, factors, comparison, weights)
+        self.by_depth = sums / counted
         if choices:
             outputs = [chosen for _, chosen in choices]
             hard = HardLabels(labels, size, room, fused=False)
             there = label_probabilities(outputs, states.detach(), hard) > 0  # among the candidates
             hard = HardLabels(labels.masked_fill(~there, IGNORED), size, room, fused=False)
-            total = total + summed_loss(outputs, states, factors, hard, weights)
+            total = total + summed_loss(outputs, states, factors, hard, weights)[0]
         if self.feature_weight:
             # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
             predicted: Any = drafter.predicted_features(states)  # [K, M, D]

@@ -32,7 +32,7 @@ def summed_loss(
     factors: Tensor,
     comparison: Comparison,
     weights: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The sum over depths of `factors` times the depth's loss summed over its positions.
 
     The gradient is exact and flows to the states, and to the weights that the outputs name. It is
@@ -46,7 +46,8 @@ def summed_loss(
         weights: [K, M], by which each position's loss is multiplied; 1 when None.
 
     Returns:
-        A scalar in at least float32.
+        A scalar in at least float32; and without gradient, of each depth the loss summed over its
+        positions, [K].
     """
     trained = {id(weight): weight for output in outputs for weight in output.trainable()}
     learns = torch.is_grad_enabled()  # inside of the function it never is
@@ -84,7 +85,7 @@ class _Fused(torch.autograd.Function):
         factors: Tensor,
         weights: Tensor | None,
         *trained: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         slopes = _Slopes(trained if learns else (), comparison.room)
         slope = torch.zeros_like(states) if learns and states.requires_grad else None
         total = torch.zeros_like(factors)
@@ -100,11 +101,12 @@ class _Fused(torch.autograd.Function):
             if slope is not None and below is not None:
                 slope[depth].index_copy_(0, chosen, below.to(slope.dtype))
         ctx.slopes = slope, [slopes.of(weight) if learns else None for weight in trained]
-        return (total * factors).sum()
+        ctx.mark_non_differentiable(total)
+        return (total * factors).sum(), total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, outer: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.slopes is None:
             raise RuntimeError("the gradient of this loss was taken before; it is found only once")
         (slope, slopes), ctx.slopes = ctx.slopes, None

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub.dataclasses import as_validated_field, validated_field
 
+from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.texts import check_static, read_tree, sparse_nodes
 
 from ..losses import LOSSES
@@ -59,6 +60,18 @@ def one_of(*choices: str) -> Any:
             raise ValueError(f"found {value!r}{near}; expected one of {', '.join(choices)}")
 
     return validated_field(check, default=choices[0])
+
+
+def check_sampling(rule: str, **settings: float | None) -> None:
+    """Raise RecipeError where `decode` has settings of sampling and a rule that does not sample."""
+    given = [name for name, value in settings.items() if value is not None]
+    if given and not RULES[rule].samples:
+        values = ", ".join(f"decode.{name} {settings[name]}" for name in given)
+        remove = " ".join(f"decode.{name}=null" for name in given)
+        raise RecipeError(
+            f"decode.rule: found {rule}, which does not sample, and {values}; set "
+            f"decode.rule=coupled to validate by sampling, or {remove}"
+        )
 
 
 @as_validated_field

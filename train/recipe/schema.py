@@ -16,6 +16,7 @@ from headstart.infer.rules.registry import RULES
 from ..losses import LOSSES, WEIGHTS, loss_of
 from .fields import (
     RecipeError,
+    check_sampling,
     columns_field,
     date_field,
     loss_field,
@@ -324,10 +325,14 @@ class Decode:
     prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     sampled: float | None = positive(None)  # measure text of this temperature, too
-    temperature: float = positive(1.0)  # in validation, of rules that sample
-    top_p: float | None = number(None, gt=0, le=1)  # in validation; null: all tokens
-    top_k: int | None = positive(None)  # in validation; null: all tokens
+    # in validation, of rules that sample; others refuse them
+    temperature: float | None = positive(None)  # null: 1
+    top_p: float | None = number(None, gt=0, le=1)  # null: all tokens
+    top_k: int | None = positive(None)  # null: all tokens
     validation_prompts: int = positive(8)
+
+    def __post_init__(self) -> None:
+        check_sampling(self.rule, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @strict

@@ -16,11 +16,11 @@ from headstart.train.data.prefixes import DistillError
 from headstart.train.data.rendering import ChatRenderer, Rendered
 from headstart.train.data.training_rows import Row, Rows
 from headstart.train.data.writers import not_taken, taken, units
-from headstart.train.data.writers.counting import count_prompts
+from headstart.train.data.writers.counting import count_prompts, per_document
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.data.writers.replay import Replay
-from headstart.train.recipe import Chat, Distill
-from tests.support.chats import CHATML, GEMMA, HARMONY, QWEN3, chat_tokenizer
+from headstart.train.recipe import Chat, Distill, OpenAI
+from tests.support.chats import CHATML, GEMMA, HARMONY, QWEN3, REASONER, chat_tokenizer
 from tests.support.talker import talker
 
 END = "<|im_end|>"
@@ -520,3 +520,27 @@ def test_counts_are_known_before_work_begins() -> None:
     spec = replace(SPEC, prefix_tokens=30, max_length=80)
     told = count_prompts(spec, chat_tokenizer(CHATML), GIVEN)
     assert told.kept == 5 and told.too_long == 1 and told.cut == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "rows"), [(CHATML, 1), (GEMMA, 1), (QWEN3, 3), (REASONER, 3)],
+    ids=["ChatML", "Gemma", "Qwen3", "a reasoner"],
+)  # fmt: skip
+def test_rows_of_a_chat_that_is_answered_anew(template: str, rows: int) -> None:
+    """Templates that drop the thinking of earlier turns make a row of each answer."""
+    tokenizer, spec = chat_tokenizer(template), replace(SPEC, prefix="prompt")
+    turns = [{"role": "user", "content": f"What of {n}?"} for n in range(3)]
+    given = [turn for each in turns for turn in (each, {"role": "assistant", "content": "That."})]
+    for writer in ("own", "openai"):
+        some = [Document.chat("1", given), Document("2", "a text")]
+        made = replace(spec, writer=writer, openai=OpenAI())
+        assert per_document(made, tokenizer, some) == ((rows + 1) / 2, 2.0)
+        assert per_document(replace(made, turns="first"), tokenizer, some) == (1.0, 1.0)
+    assert per_document(replace(spec, prefix="window"), tokenizer, some) == (1.0, 1.0)
+
+
+def test_rows_of_given_chats() -> None:
+    tokenizer, spec = chat_tokenizer(CHATML), replace(SPEC, writer="given", max_length=90)
+    counts = count_prompts(spec, tokenizer, GIVEN)
+    found = counts.rows / len(GIVEN), counts.answers / len(GIVEN)
+    assert per_document(spec, tokenizer, GIVEN) == found and found[0] != found[1]

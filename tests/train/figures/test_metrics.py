@@ -60,6 +60,8 @@ def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) ->
             assert line["loss"] > 0 and line["tokens_per_second"] > 0
             assert line["memory_bytes"] > 1e6 and line["learning_rate"] >= 0
             assert "share_of_peak" not in line  # a CPU's is not known
+            weighed = [0.8**k * loss for k, loss in enumerate(line["loss_by_depth"], 1)]
+            assert len(weighed) == 2 and line["loss"] == pytest.approx(sum(weighed), abs=1e-4)
     assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(written))
     best = [entry for entry in found.state.log_history if "eval_tau" in entry]
     assert best[-1]["eval_acceptance_by_depth"] == [0.5, None] and best[-1]["step"] == 12
@@ -83,7 +85,9 @@ def test_trackers_are_told_the_same_figures(tmp_path: Path) -> None:
     for line in lines(tmp_path / "metrics.jsonl"):
         told = tracker.told[line["step"]]
         for name, value in line.items():
-            if name not in ("step", "seconds", "acceptance_by_depth"):
+            if name == "loss_by_depth":
+                assert [told[f"{name}_{k}"] for k in (1, 2)] == value
+            elif name not in ("step", "seconds", "acceptance_by_depth"):
                 assert told[name if "loss" in line else f"eval_{name}"] == value
 
 

@@ -184,6 +184,18 @@ def test_heads_alone_do_not_reach_the_adapter() -> None:
 # Training.
 
 
+@pytest.mark.parametrize("shares", [[1.0], [0.25, 0.75]])
+def test_what_its_stages_compute(shares: list[float]) -> None:
+    """Only the last one reaches the adapter."""
+    model = target()
+    module = JointTarget(model, medusa2(model, heads_first=1 - shares[-1]), 0.8)
+    assert [share for share, _ in module.stages()] == shares
+    for _, options in module.stages():
+        assert not any(p.grad is not None and p.grad.any() for p in module.adapter.parameters())
+        module(**batch(), **options)["loss"].backward()
+    assert any(p.grad is not None and p.grad.any() for p in module.adapter.parameters())
+
+
 def test_heads_and_adapter_move_and_the_base_does_not(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     before, base, ids = weights(run), target(), batch()["tokens"]

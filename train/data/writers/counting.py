@@ -9,12 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from ...recipe import Chat, Distill
 from ..documents import ChatTemplateError, Document
 from ..prefixes import DistillError, chat_renderer, leave_out
-from ..rendering import ChatRenderer
+from ..rendering import ChatRenderer, after_prompt
 from .given import given_rows
 from .replay import Replay
 from .units import Counts
 
 LOOKED_AT = 512  # texts that are looked at before writing begins
+
+_THOUGHT = "<think>\nHm.\n</think>\n\nYes."  # stands for an answer of a target that thinks
 
 
 def count_prompts(
@@ -85,3 +87,54 @@ def look(
             "distill.prefix_tokens or max_length, or the corpus."
         )
     return found
+
+
+def per_document(
+    spec: Distill,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    chat: Chat | None = None,
+    context: int | None = None,
+) -> tuple[float, float]:
+    """How many training rows a document gives, and answers, in the mean of some documents.
+
+    Of chats that are answered anew these are as many as there would be if everything fitted, and
+    answers think where the chat template knows of thinking.
+    """
+    if spec.writer == "own" and spec.prefix != "prompt":
+        return 1.0, 1.0
+    if spec.writer == "given":
+        counts = count_prompts(spec, tokenizer, documents, chat, context)
+        found = [(counts.rows, counts.answers)]
+    else:
+        renderer = chat_renderer(tokenizer, chat, spec.chat)
+        found = [_answered(spec, renderer, documents[at]) for at in range(len(documents))]
+    rows, answers = (sum(each) / len(documents) for each in zip(*found, strict=True))
+    return rows, answers
+
+
+def _answered(spec: Distill, renderer: ChatRenderer, document: Document) -> tuple[int, int]:
+    """Rows and answers of a document whose answers are written anew, see `Replay`."""
+    if document.messages is None:
+        return 1, 1
+    thinks = not renderer.plain and "</think>" in str(renderer.tokenizer.chat_template)
+    history, so_far, rows, answers = [], None, 0, 0
+    for message in document.messages:
+        if message["role"] == "tool" or (answers and spec.turns == "first"):
+            break
+        if message["role"] == "assistant" and answers:
+            continue
+        history.append(message)
+        if message["role"] != "user":
+            continue
+        try:
+            prompt = renderer.text(history, prompt=True, tools=document.tools)
+        except ChatTemplateError as error:
+            leave_out(renderer, document, error)
+            break
+        rows += so_far is None or not prompt.startswith(so_far)
+        answers += 1
+        said = (after_prompt(prompt, _THOUGHT) or _THOUGHT) if thinks else "Yes."
+        history.append({"role": "assistant", "content": said})
+        so_far = prompt + said
+    return rows, answers
