@@ -140,7 +140,7 @@ def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
         pace = pace_of(made, (100, 1.0), step, documents, (1, 1))
         assert pace.train_s == pytest.approx(steps * step[0])
         assert pace.distill_s == pytest.approx(min(24, documents) * 32 / 100)
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100, rows_each=10).train_s == 3 * 6 * 2.0
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (10, 1)).train_s == 3 * 6 * 2.0
     made = recipe(home, train={"rows_per_step": 8, "epochs": 3, "max_steps": 1_000_000})
     assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 1)).train_s == 9 * 2.0
     # Chats of four answers, 32 tokens at most each; they are as many rows, or one of 128 tokens.
