@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .checkpoint import Found
-from .core import CACHE, AttentionWindows, OptionError, OutputLayer, weight_of
+from .core import CACHE, AttentionWindows, OptionError, OutputLayer, best_of, weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.block_layers import BlockConvolution, ConvolvedLayer
@@ -236,7 +236,7 @@ class DFlash(TokenConditioned):
 
     def _candidates(self, alone: Tensor) -> Tensor:
         """0 for the tokens that are best by logits without the term, -inf for others: [..., Vd]."""
-        best = alone.topk(self.config.selector_top_k, dim=-1).indices
+        _, best = best_of(alone, self.config.selector_top_k)
         return torch.full_like(alone, -torch.inf).scatter_(-1, best, 0.0)
 
     @property

@@ -22,7 +22,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .core import OutputLayer, output_layer
+from .core import OutputLayer, best_of, output_layer
 from .declared.recycling import RecyclingFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.weightless import WeightlessDrafter
@@ -95,7 +95,7 @@ class Recycling(WeightlessDrafter):
 
     def _best(self, logits: Tensor) -> Tensor:
         """The ids of the best successors, [..., V] -> [..., k] int32."""
-        return logits.topk(self.config.successors, dim=-1).indices.int()
+        return best_of(logits, self.config.successors)[1].int()
 
     def _newest(self, tokens: Tensor, true: Tensor) -> Tensor:
         """Where each entry's token [B, N] last stands among the true ones: 1 … N, or 0 for nowhere.

@@ -34,7 +34,7 @@ def _order(scores):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def _top_p(scores, out, kept, share, shares, filter_value, width, BLOCK: tl.constexpr):
     share += tl.program_id(0) % shares
     first, along = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)

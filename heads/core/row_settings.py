@@ -169,7 +169,10 @@ class EachRow(LogitsProcessor):
             gone = (scores < best.gather(1, place)) & (top_k > 0)
             scores = scores.masked_fill(gone, -torch.inf)
         if self.nucleus:
-            scores = torch.where(top_p < 1, top_p_by_row(scores, top_p.squeeze(1)), scores)
+            some = top_p < 1
+            # A kernel is slowest for a p of 1, and quick for 0; those rows stay as they are.
+            found = top_p_by_row(scores, (top_p * some).squeeze(1))
+            scores = torch.where(some, found, scores)
         if self.least:
             chances = scores.softmax(-1)
             gone = chances < min_p.to(scores.dtype) * chances.amax(-1, keepdim=True)

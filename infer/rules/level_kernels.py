@@ -32,12 +32,12 @@ def _copy(source, target, vocab, along, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["level", "turns", "nodes", "groups"])
 def _judge(
     left, side, before, after, rest, source, tokens, parents, rank, depth, proposal_row, valid,
-    level, turns, nodes, groups, vocab, half,
+    level, turns, nodes, groups, vocab,
     DRAWN: tl.constexpr, JUDGED: tl.constexpr, REPLACEMENT: tl.constexpr,
     NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = row * nodes
+    first, half = row * nodes, tl.num_programs(0).to(tl.int64) * nodes * vocab
     if tl.load(depth + first + node) == level:
         every, along = tl.arange(0, NODES), tl.arange(0, BLOCK)
         real = every < nodes
@@ -135,7 +135,6 @@ def judge_level(
             left if source is None else source.contiguous(), *rows,
             tokens if valid is None else valid.contiguous().view(torch.uint8),
             level, turns, nodes, 1 if source is None else source.shape[1], vocab,
-            batch * nodes * vocab,
             DRAWN=source is not None, JUDGED=valid is not None, REPLACEMENT=replacement,
             NODES=triton.next_power_of_2(nodes),
             BLOCK=min(_BLOCK, triton.next_power_of_2(vocab)), num_warps=_WARPS,

@@ -1,6 +1,7 @@
 """Launches and bytes of a round, counted, and the kernels compiled for GPUs that are not here."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_few_programs_serve_all_trees(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     But attention is, since its tiles and parts are others, and so are products for one row.
     """
-    from headstart.heads.core import fused_kernels, kernels
+    from headstart.heads.core import fused_kernels, kernels, nucleus_kernels
     from headstart.infer.rules import level_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -72,26 +73,27 @@ def test_few_programs_serve_all_trees(monkeypatch: pytest.MonkeyPatch, tmp_path:
         given = slab, slab, slots, key, key
         return compiled(fused_kernels, "_write", lambda: fused_kernels.write(*given))
 
-    def judge(level: int) -> str:
-        left, entry = torch.empty(2, 1, 7, 1024), torch.zeros(1, 7, dtype=torch.int64)
-        weights, groups = torch.empty(1, 7), torch.empty(1, 1 + 5 * level, 1024)
-        given: Any = (
-            left,
-            entry,
-            weights,
-            weights,
-            left[0],
-            groups,
-            *[entry] * 5,
-            None,
-            level,
-            level,
-        )
+    def judge(level: int, nodes: int = 7, vocabulary: int = 1024) -> str:
+        left = torch.empty(2, 1, nodes, vocabulary)
+        entry, weights = torch.zeros(1, nodes, dtype=torch.int64), torch.empty(1, nodes)
+        groups = torch.empty(1, 1 + 5 * level, vocabulary)
+        given: Any = left, entry, weights, weights, left[0], groups, *[entry] * 5, None
         return compiled(
-            level_kernels, "_judge", lambda: level_kernels.judge_level(*given, replacement=False)
+            level_kernels,
+            "_judge",
+            lambda: level_kernels.judge_level(*given, level, level, replacement=False),
         )
 
-    for kernel, numbers in ((move, (1, 2, 16)), (write, (1, 9, 16)), (judge, (0, 1, 2, 3))):
+    def judge_odd(nodes: int) -> str:  # a vocabulary that is no multiple of 16
+        return judge(1, nodes, 1001)
+
+    def top_p(rows: int) -> str:
+        shares = torch.empty(rows, dtype=torch.float64)
+        given = torch.empty(rows, 1024), shares, -math.inf
+        return compiled(nucleus_kernels, "_top_p", lambda: nucleus_kernels.top_p(*given))
+
+    kinds = (move, (1, 2, 16)), (write, (1, 9, 16)), (judge, (0, 1, 2, 3))
+    for kernel, numbers in (*kinds, (judge_odd, (9, 16)), (top_p, (1, 3, 16))):
         assert len({kernel(number) for number in numbers}) == 1, kernel.__name__
 
 

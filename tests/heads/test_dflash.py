@@ -18,6 +18,7 @@ from headstart.infer import Speculator
 from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.losses.draft_loss import head_labels, some_starts, unbroken
 from tests.support import published_dflash as published
+from tests.support.best import found_by_kernels
 from tests.support.published_dflash import Form, by_hand
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
 
@@ -197,6 +198,16 @@ def test_it_decodes_what_the_target_says(name: str, tree: str, tmp_path: Path) -
         ids, attention_mask=mask, max_new_tokens=20
     )
     assert torch.equal(found, expected)
+
+
+def test_the_selector_finds_its_tokens_by_the_kernel_for_the_best(tmp_path: Path) -> None:
+    drafter = loaded(FORMS["DFlash2"], tmp_path)
+    features, tokens = torch.randn(7, 64, dtype=torch.float64), torch.randint(VOCAB, (16,)).tolist()
+    expected = drafted(drafter, features, tokens, 3)
+    with found_by_kernels() as asked:
+        found = drafted(drafter, features, tokens, 3)
+    assert {*asked} == {drafter.config.selector_top_k}
+    assert torch.equal(found, expected) and bool(found.isinf().any())
 
 
 def changed(form: Form, tensors: dict[str, Tensor] | None = None, **config: Any) -> Any:

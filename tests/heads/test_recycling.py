@@ -12,6 +12,7 @@ from headstart.heads import OptionError, family, recycling
 from headstart.heads.core import FINAL, capture
 from headstart.heads.recycling import Recycling, RecyclingConfig, RecyclingState
 from headstart.infer import Speculator, parse_static
+from tests.support.best import found_by_kernels
 from tests.support.scripted import decoding_of
 from tests.support.syncs import run_rounds
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
@@ -55,6 +56,16 @@ def test_the_example_of_the_module() -> None:
     assert step.ids is not None and step.ids.tolist() == [[[b, c], [c, a]]]
     nothing = made.extend(state, torch.tensor([[d]]), torch.tensor([[1]]))
     assert nothing.ids is not None and nothing.ids.tolist() == [[[-1, -1]]]
+
+
+def test_successors_are_found_by_the_kernel_for_the_best_tokens() -> None:
+    made = Recycling(RecyclingConfig(hidden_size=8, vocab_size=40))
+    tokens, logits = torch.arange(5).view(1, 5), torch.randn(1, 5, 40)
+    states = [fresh(1, 40, 8) for _ in range(2)]
+    made.observe(states[0], tokens, logits, torch.ones_like(tokens) > 0)
+    with found_by_kernels() as asked:
+        made.observe(states[1], tokens, logits, torch.ones_like(tokens) > 0)
+    assert asked == [8] and torch.equal(states[0].table, states[1].table)
 
 
 @pytest.mark.parametrize("successors", [1, 3])

@@ -1,5 +1,6 @@
 """Rows with settings of their own are processed as the warpers of transformers do each alone."""
 
+import json
 import math
 from typing import Any
 
@@ -14,10 +15,12 @@ from headstart.heads.core import (
     Biased,
     RowSettings,
     note_rows,
+    nucleus,
     processors_by_row,
     write_rows,
 )
 from headstart.heads.core.row_settings import EachRow
+from tests.support.interpreter import run_interpreted, without_triton
 
 SETTINGS = [
     RowSettings(),
@@ -76,6 +79,32 @@ def test_only_what_some_row_needs_is_done(monkeypatch: pytest.MonkeyPatch) -> No
     assert (row.most, row.nucleus, row.least, row.greedy) == (0, False, False, True)
     row.note([RowSettings(1.0, 50, 0.9, 0.1)])
     assert (row.most, row.nucleus, row.least, row.greedy) == (64, True, True, False)
+
+
+def shares_searched_for() -> dict[str, Any]:
+    """The p that the kernel of top-p is given for each row, and whether it changed the scores."""
+    from headstart.heads.core import nucleus_kernels
+
+    asked: list[float] = []
+
+    def launch(scores: torch.Tensor, shares: torch.Tensor, filter_value: float) -> torch.Tensor:
+        asked.extend(shares.tolist())
+        return nucleus_kernels.top_p(scores, shares, filter_value)
+
+    settings = [RowSettings(0.8, top_p=0.9), RowSettings(0.0), RowSettings(1.3)]
+    logits = torch.randn(len(settings), 300, generator=torch.Generator().manual_seed(3)) * 3
+    sorted_for = each_row(settings)(None, logits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nucleus, "_has_kernels", lambda scores: True)
+        patch.setattr(nucleus, "_launch", launch)
+        found = each_row(settings)(None, logits)
+    return {"asked": asked, "same": torch.equal(found, sorted_for)}
+
+
+@without_triton
+def test_rows_without_top_p_are_not_searched_for_all_their_tokens() -> None:
+    """The kernel bisects a list of the whole vocabulary for a p of 1, and a short one for 0."""
+    assert run_interpreted(__name__) == {"asked": [0.9, 0.0, 0.0], "same": True}
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -205,3 +234,7 @@ def test_each_row_has_its_own_biases_of_tokens() -> None:
                 alone: Any = hf.SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()])
                 expected = alone(torch.zeros(3, 1), expected)
             assert torch.equal(found[row], expected)
+
+
+if __name__ == "__main__":
+    print(json.dumps(shares_searched_for()))
