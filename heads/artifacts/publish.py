@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,6 +27,7 @@ from .files import (
     read_json,
 )
 from .hub import has_page, is_hub_name, split_revision
+from .local_paths import cleaner, is_local, local_paths
 from .manifest import Manifest
 from .source import DrafterSource
 
@@ -64,10 +65,7 @@ def clean_copy(
     manifest, folder = source.manifest, source.folder
     source.check_files()
     target = _public_name(manifest, target_name)
-    paths = _local_paths(
-        [manifest.recipe, manifest.metrics, manifest.origin, manifest.trained.get("data")]
-    )
-    clean = cleaner(paths | {manifest.target: target})
+    clean = cleaner(local_paths(manifest) | {manifest.target: target})
     for name in FILES:
         unused = name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) and not manifest.adapter_sha256
         if name == CARD or unused or not (folder / name).is_file():
@@ -148,51 +146,6 @@ def _engines(lines: Mapping[str, str]) -> str:
     parts = [f"\n`{form}`:\n\n```bash\n{line}\n```\n" for form, line in lines.items()]
     told = "Branches of this repository hold the same drafter as other engines read it.\n"
     return f"\n## In other engines\n\n{told}{''.join(parts)}"
-
-
-def is_local(text: str) -> bool:
-    """Whether a text is a path of this machine, such as a recipe's setting.
-
-    >>> [is_local(text) for text in ("/data/x.txt", "~/x", "C:\\\\x", "org/name", "stdlib")]
-    [True, True, True, False, False]
-    """
-    if "\n" in text:
-        return False
-    outside = text.startswith(("/", "~", "./", "../", "file:")) or PureWindowsPath(text).drive != ""
-    return outside or ("/" in text and len(text) < 256 and Path(text).is_dir())
-
-
-def _local_paths(value: Any) -> dict[str, str]:
-    """The strings in a JSON document that are paths of this machine, and the last part of each."""
-    if isinstance(value, str):
-        name = PureWindowsPath(value.rstrip("/\\")).name  # knows both kinds of slashes
-        return {value: name} if len(value) > 3 and name and is_local(value) else {}
-    each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return {path: name for item in each for path, name in _local_paths(item).items()}
-
-
-def cleaner(known: dict[str, str]) -> Callable[[str], str]:
-    """A function that replaces paths in a text: known ones by their names, others by the last part.
-
-    Of a known folder's files, and of paths whose first folder exists here, the last part is kept.
-
-    >>> cleaner({"/data/base": "org/base"})("/data/base, /data/base/x.json, https://h/data/base.")
-    'org/base, x.json, https://h/data/base.'
-    """
-    below = r"(?P<below>(?:[/\\][\w.+@-]*[\w+@])*)"  # a sentence's full stop is no part of it
-    names = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-    rename = re.compile(rf"(?<![\w/.~-])(?P<known>{names}){below}(?![\w/-])")
-    absolute = re.compile(rf"(?<![\w:/\\.~-])(?P<known>/[\w.+@-]+){below}/?")
-
-    def renamed(match: re.Match[str]) -> str:
-        return Path(match["below"]).name or known[match["known"]]
-
-    def shortened(match: re.Match[str]) -> str:
-        # Where the first folder does not exist, it is a route or a formula, not a path.
-        here = match["below"] and Path(match["known"]).is_dir()
-        return Path(match["below"]).name if here else match.group()
-
-    return lambda text: absolute.sub(shortened, rename.sub(renamed, text))
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

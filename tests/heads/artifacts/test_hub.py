@@ -1,6 +1,7 @@
 """Push, update, load by name: the real client and the real command line against a local Hub."""
 
 import base64
+import dataclasses
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,82 @@ def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
     compile(code, "README.md", "exec")
     assert 'headstart.load("me/base", "me/drafter@v2"' in code
     assert "PATH OF" not in body and str(run) not in body
+
+
+def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: Path) -> None:
+    """Names of the Hub stay; a known folder's files are cut too, in each file that is pushed."""
+    from headstart.train.drafter_stage import training_card
+    from headstart.train.recipe import load_recipe
+
+    heads, out = tmp_path / "heads", tmp_path / "out"
+    out.mkdir()
+    copy_of(run, heads)
+    settings = [
+        "corpus.source=stdlib", "output=acme/runs",
+        "corpus.sources=[{source: acme/merger/prompts.jsonl}, {source: acme/a/*.txt}, "
+        "{source: 'hub:me/set'}]",
+        "distill.drafter=me/head@v2", "distill.earlier=acme/old/distill/",
+        "train.from=./acme/old/heads", "decode.tree=acme/trees/t.json",
+        "distill.openai={model: acme/models/big}",
+    ]  # fmt: skip
+    recipe = load_recipe("quickstart", settings)
+    told = json.loads((heads / "headstart.json").read_text())
+    sources = [part.source for part in recipe.corpus.parts()]
+    commit = "0123456789" * 4
+    adapted = {"adapted": {"from": "acme/heads"}}
+    told |= {"recipe": recipe.to_dict(), "metrics": told["metrics"] | adapted}
+    told |= {"origin": f"me/medusa@{commit}", "trained": {"data": {"sources": sources}}}
+    (heads / "headstart.json").write_text(json.dumps(told))
+    manifest = Manifest(**told | {"metrics": told["metrics"] | {"adapted": None}, "trained": {}})
+    (heads / "README.md").write_text(
+        training_card(recipe, manifest) + "\nSee acme/runs/quickstart/heads and acme/old/distill.\n"
+    )
+    (heads / "config.json").write_text(
+        json.dumps(json.loads((heads / "config.json").read_text()) | {"note": "acme/runs/x/target"})
+    )
+    for file in clean_copy(heads, out, "me/drafter", "me/base"):
+        assert b"acme/" not in file.read_bytes(), file.name
+    cleaned = json.loads((out / "headstart.json").read_text())
+    found = cleaned["recipe"]
+    expected = ["prompts.jsonl", "*.txt", "hub:me/set"]
+    assert [part["source"] for part in found["corpus"]["sources"]] == expected
+    assert cleaned["trained"]["data"]["sources"] == expected
+    assert (found["output"], found["distill"]["earlier"]) == ("runs", "distill")
+    assert (found["train"]["from"], found["decode"]["tree"]) == ("heads", "t.json")
+    assert (found["distill"]["drafter"], cleaned["origin"]) == ("me/head@v2", told["origin"])
+    assert cleaned["metrics"]["adapted"]["from"] == "heads"
+    card = (out / "README.md").read_text()
+    assert "`prompts.jsonl`, `*.txt`, `hub:me/set`" in card and "See heads and distill." in card
+
+
+def test_every_text_of_a_recipe_is_a_path_or_none() -> None:
+    """A new setting must be told to be one or the other, so that `push` publishes no path."""
+    from headstart.heads.artifacts.local_paths import PATHS
+    from headstart.train.recipe import Recipe
+
+    no_paths = {
+        "name", "shares", "drafter.family", "target.revision",
+        "target.attn_implementation", "corpus.config", "corpus.split", "corpus.revision",
+        "corpus.sources.config", "corpus.sources.split", "corpus.sources.revision", "chat.system",
+        "distill.openai.api_key_env",
+    }  # fmt: skip
+    known = {field.removeprefix("recipe.") for field in PATHS} | no_paths
+    assert texts_of(Recipe) - known == set()
+    assert "corpus.source" in texts_of(Recipe)  # the search finds them
+
+
+def texts_of(section: Any, prefix: str = "") -> set[str]:
+    """The settings of a section that may be any text, with their keys joined by dots."""
+    found = set()
+    for field in dataclasses.fields(section):
+        key = prefix + field.name.removesuffix("_")
+        members = {field.type, *typing.get_args(field.type)}
+        inner = next((each for each in members if dataclasses.is_dataclass(each)), None)
+        if inner is not None:
+            found |= texts_of(inner, f"{key}.")
+        elif "validator" not in field.metadata and field.type in (str, str | None):
+            found.add(key)
+    return found
 
 
 def test_a_card_by_hand_and_a_label(run: Path, tmp_path: Path) -> None:
