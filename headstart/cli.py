@@ -5,6 +5,7 @@ with one line and exit status 2; set HEADSTART_DEBUG=1 to see its traceback.
 """
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -38,9 +39,7 @@ def exit_status(program: str, run: Callable[[], int], ends: bool = False) -> int
     Every error is printed on one line, after the program's name. Where the program `ends` with it,
     Ctrl-C leaves at once, so that nothing is printed after its message.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an encoding without τ prints a ?, and goes on
-            stream.reconfigure(errors="replace")
+    _prepare_streams()
     try:
         status = run()
         sys.stdout.flush()
@@ -60,6 +59,22 @@ def exit_status(program: str, run: Callable[[], int], ends: bool = False) -> int
             raise
         print(f"{program}: error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _prepare_streams() -> None:
+    """Let no standard stream be missing, and none fail at a character or byte.
+
+    What cannot be decoded is read as lone surrogates, which the readers of texts refuse.
+    """
+    modes = {"stdin": "r", "stdout": "w", "stderr": "w"}
+    for name, mode in modes.items():
+        if getattr(sys, name) is None:  # it was closed when the process began
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # an encoding without τ prints a ?, and goes on
+            errors = "surrogateescape" if name == "stdin" else "replace"
+            with contextlib.suppress(io.UnsupportedOperation):  # the caller has read from it
+                stream.reconfigure(errors=errors)
 
 
 def build_parser() -> argparse.ArgumentParser:

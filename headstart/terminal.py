@@ -61,6 +61,19 @@ def _harmless(character: str) -> bool:
     return character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written as UTF-8, which bytes that could not be read cannot.
+
+    >>> is_utf8("τ"), is_utf8("\\udcff")
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeError:
+        return False
+    return True
+
+
 def tell(notes: Sequence[str]) -> None:
     """Print notes on stderr, a line each."""
     for note in notes:

@@ -10,6 +10,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from headstart.terminal import UsageError, is_utf8
+
 QUOTES = '"""'
 
 
@@ -25,10 +27,17 @@ class Messages:
         self._read_line = read_line
 
     def next(self) -> str | None:
-        """The next message that is not empty; None at the end."""
+        """The next message that is not empty; None at the end.
+
+        Raises:
+            UsageError: it is no UTF-8 text; the one after it can be read.
+        """
         with contextlib.suppress(EOFError):
             while True:
-                if (message := self._message()).strip():
+                message = self._message()
+                if not is_utf8(message):
+                    raise UsageError("the message is not valid UTF-8 text; write it again")
+                if message.strip():
                     return message
         return None
 

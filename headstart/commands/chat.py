@@ -25,7 +25,7 @@ _LENGTH = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shared.add_model_arguments(parser)
-    add("--system", metavar="TEXT", help=_SYSTEM)
+    add("--system", metavar="TEXT", type=shared.text, help=_SYSTEM)
     add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
     add("--show", action="store_true", help=shared.SHOW)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="depth of the chain that is drafted (default: 4)",
     )
     add("--template-kwargs", metavar="JSON", type=_settings, default={}, help=_KWARGS)
-    add("--system", metavar="TEXT", help="the system prompt of your chats (default: none)")
+    system = "the system prompt of your chats (default: none)"
+    add("--system", metavar="TEXT", type=shared.text, help=system)
     add("--no-original", action="store_true", help=_ORIGINAL)
     shared.add_json_argument(parser)
     shared.add_loading_arguments(parser, faster=False)

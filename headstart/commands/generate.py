@@ -28,6 +28,7 @@ _CHAT = (
     "holds one conversation (messages or turns)"
 )
 
+_NO_PROMPT = "no prompt; give --prompt or --file, or pipe the text in"
 _TAIL = 200  # characters of the prompt's last line that --show repeats
 
 
@@ -115,7 +116,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
     """The text of --prompt, --file or stdin."""
     source = "--prompt" if options.prompt is not None else str(options.file or "stdin")
     if options.prompt is options.file is None and sys.stdin.isatty():
-        raise UsageError("no prompt; give --prompt or --file, or pipe the text in")
+        raise UsageError(_NO_PROMPT)
     if options.file is not None and not options.file.exists():
         raise UsageError(f"--file {options.file}: no such file; check the path, or give --prompt")
     if options.file is not None and options.file.is_dir():
@@ -128,6 +129,8 @@ def _read_prompt(options: argparse.Namespace) -> str:
         text.encode()
     except UnicodeError:
         raise UsageError(f"{source}: not valid UTF-8 text; convert it first") from None
+    if not text and source == "stdin":
+        raise UsageError(_NO_PROMPT)
     if not text.strip():
         raise UsageError(f"{source}: the prompt is empty; give at least one word")
     return text

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look = parser.add_argument_group("look at a tree, or at a round of decoding")
     add = look.add_argument
     add("--tree", metavar="TREE", nargs="?", const="", help=_TREE)
-    add("--prompt", metavar="TEXT", help=_PROMPT)
+    add("--prompt", metavar="TEXT", type=shared.text, help=_PROMPT)
     add(
         "--round",
         metavar="N",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headstart.terminal import UsageError
+from headstart.terminal import UsageError, is_utf8
 
 ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 RECIPE = (
@@ -82,6 +82,15 @@ positive = _number(int, lambda n: n >= 1, "a whole number from 1")
 at_least_two = _number(int, lambda n: n >= 2, "a whole number from 2")
 draws = _number(int, lambda n: n >= 100, "a whole number from 100, which the test needs")
 whole = _number(int, lambda n: n >= 0, "a whole number from 0")
+
+
+def text(given: str) -> str:
+    """A text that a model can read."""
+    if not is_utf8(given):
+        raise argparse.ArgumentTypeError("not valid UTF-8 text; convert it first")
+    return given
+
+
 temperature = _number(float, lambda t: 0 <= t < math.inf, "a finite number from 0")
 probability = _number(float, lambda p: 0 < p <= 1, "a number above 0, at most 1")
 

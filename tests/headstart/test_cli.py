@@ -600,6 +600,8 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["generate", "--prompt", "x"], "neither --target nor --drafter"),
         (["generate", "--target", "t", "--prompt", " "], "--prompt: the prompt is empty"),
         (["generate", "--target", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8"),
+        (["chat", "--target", "t", "--system", "\udcff"], "--system: not valid UTF-8 text; conv"),
+        (["inspect", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8 text; convert it"),
         (["generate", "--target", "t", "--file", "none.txt"], "none.txt"),
         (["generate", "--target", "t", "--file", "latin.txt"], "latin.txt: not valid UTF-8"),
         (["generate", "--target", "t", "--file", "empty.txt"], "empty.txt: the prompt is empty"),
@@ -670,6 +672,33 @@ def test_a_mistake_is_one_line(
     assert error.startswith("headstart: error: ")
     assert said in error
     assert SECRET not in error
+
+
+def test_a_closed_standard_stream_is_an_empty_one(target: str) -> None:
+    ask = f"-m headstart generate --target {target} --max-new-tokens 2"
+    for command, said in (
+        (f"{ask} <&-", "error: no prompt; give --prompt or --file"),
+        (f"{ask} --prompt a >&-", "0.0"),
+        (f"{ask} --prompt a <&- >&- 2>&-", ""),
+    ):
+        line = f'exec "{sys.executable}" {command}'
+        done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == (2 if "error" in said else 0), done.stderr
+        assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_bytes_that_are_no_text_end_no_chat(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    command = [sys.executable, "-m", "headstart", "chat", "--target", target]
+    typed = b"hello\nwor\xffld\nhi\n/save " + bytes(file) + b"\n"
+    env = os.environ | {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}  # where decoding is strict
+    command += ["--max-new-tokens", "5"]
+    done = subprocess.run(command, cwd=ROOT, input=typed, env=env, capture_output=True)
+    said = done.stderr.decode()
+    assert done.returncode == 0 and "Traceback" not in said
+    assert said.count("error: the message is not valid UTF-8 text; write it again") == 1, said
+    users = [m["content"] for m in json.loads(file.read_text())["messages"][::2]]
+    assert users == ["hello", "hi"]
 
 
 def test_help_names_every_rule_and_expansion() -> None:
