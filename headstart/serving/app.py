@@ -16,13 +16,15 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
 from headstart.terminal import one_line
 
+from .bounds import Bounds
 from .handlers import Chats, Completions, Responses, check_model
-from .shapes import shown
+from .shapes import check_text, shown
 from .writing import Left, Manager, State, Writer, in_thread, said_of
 
 if TYPE_CHECKING:
@@ -72,7 +74,10 @@ class _Answers:
 
     async def answer(self, request: Request) -> Response:
         """The answer, or the first part of it; nothing once the client has left."""
-        body = await _body(request)
+        try:
+            body = await _body(request, self._model.bounds.body)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_LEFT)
         loop, raises = asyncio.get_running_loop(), self._handler.raises_errors
         manager = Manager(self._writer, loop, raises)
         handler: Any = self._handler(self._model, State(manager))
@@ -91,16 +96,35 @@ class _Answers:
         return answer
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Raises ValueError."""
+async def _body(request: Request, most: int) -> dict[str, Any]:
+    """The request's JSON object.
+
+    Raises:
+        ClientDisconnect: the client left before it was read.
+        HTTPException: 415 for what does not say that it is JSON, which a page of any site may send
+            to this server; 413 for more than `most` bytes.
+        ValueError: it is no JSON object of texts.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, f"Content-Type is {shown(kind)}; expected application/json")
+    read, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            read.append(part)  # what is beyond it is dropped, so that the client reads the answer
+    if size > most:
+        said = f"the request has {size:,} bytes; expected at most {most:,}, send less"
+        raise HTTPException(413, said)
     try:
-        body = json.loads(await request.body())
+        body = json.loads(b"".join(read))
     except ValueError as error:
         raise ValueError(f"the request's body is no JSON ({one_line(error)})") from error
     except RecursionError as error:
         raise ValueError("the request's body is nested too deeply") from error
     if not isinstance(body, dict):
         raise ValueError(f"the request's body is {shown(body)}; expected a JSON object")
+    check_text(body)
     return body
 
 
@@ -144,6 +168,8 @@ class _OneModel(ModelManager):
     def __init__(self, batcher: Batcher, name: str):
         super().__init__()
         self.force_model, self._batcher = name, batcher
+        self.bounds = Bounds.of(batcher.model, batcher.tokenizer)
+        self.vocabulary = batcher.model.config.get_text_config(decoder=True).vocab_size
 
     def load_model_and_processor(self, *given: Any, **options: Any) -> Any:
         return self._batcher.model, self._batcher.tokenizer

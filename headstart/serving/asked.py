@@ -7,16 +7,18 @@ would take the answer for what was asked.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from .shapes import check_shapes, is_number, shown, wrong
+from .settings import FIELDS, SETTINGS, check_settings
+from .shapes import check_shapes, shown, wrong
 
 Body = Mapping[str, Any]
 
-EXTRA = ("repetition_penalty", "chat_template_kwargs")
+EXTRA = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs")
 """Fields that are taken beside those of the protocol, by each endpoint."""
 
 _TEMPLATE = "give chat_template_kwargs, if the model's template has a setting for this"
@@ -56,27 +58,51 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 _OF_TOOLS = ("tool_choice", "parallel_tool_calls")  # ask for nothing where there are no tools
 
-_COUNT = (lambda n: isinstance(n, int) and n >= 1), "a whole number from 1"
-_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda t: t >= 0, "a number from 0"),
-    "top_p": (lambda p: 0 <= p <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda p: p > 0, "a number above 0"),
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "max_output_tokens": _COUNT,
+_OTHER_NAMES = {
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "eos_token_id",
+    "bad_words": "bad_words_ids",
+    "ignore_eos": "eos_token_id",
 }
+"""Fields of other servers, and the settings of `generation_config` that do what they do."""
 
-
-_OF_TOKENIZER = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_OF_TOKENIZER = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+}
 """What the server itself tells the tokenizer, such as the template; no setting of a template."""
 
 
-def check_asked(body: Body, template: Any) -> None:
+def check_fields(body: Body, known: Collection[str]) -> None:
+    """Refuse fields that no endpoint reads, rather than leave them out.
+
+    Args:
+        known: the fields of the protocol.
+
+    Raises:
+        ValueError: the name of a field that is neither there nor in `EXTRA`, and what to do.
+
+    >>> check_fields({"prompt": "Hi", "min_tokens": 2}, {"prompt"})
+    Traceback (most recent call last):
+    ...
+    ValueError: 'min_tokens' is no field of this endpoint; give min_new_tokens in generation_config
+    """
+    for name in body.keys() - known - set(EXTRA):
+        setting = name if name in SETTINGS else _OTHER_NAMES.get(name)
+        remedy = f"leave it out; fields beside those of the protocol are {', '.join(EXTRA)}"
+        if setting:
+            remedy = f"give {setting} in generation_config"
+        raise ValueError(f"{shown(name)} is no field of this endpoint; {remedy}")
+
+
+def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> None:
     """Refuse what the server cannot do, rather than leave it out.
 
     Args:
         body: the request `without_nulls`; `messages` or `input` make it a chat.
         template: the chat template of the target's tokenizer, if it has one.
+        vocabulary: how many token ids the target has, if that is known.
 
     Raises:
         ValueError: an option has another type or is out of its range, or would be ignored; or a
@@ -89,9 +115,10 @@ def check_asked(body: Body, template: Any) -> None:
     ValueError: max_tokens is 0; expected a whole number from 1
     """
     check_shapes(body)
-    for name, (holds, wanted) in _NUMBERS.items():
-        if name in body and not (is_number(body[name]) and holds(body[name])):
+    for name, (holds, wanted) in FIELDS.items():
+        if name in body and not holds(body[name]):
             raise wrong(name, body[name], wanted)
+    check_settings(body, vocabulary)
     for name, (harmless, remedy) in _UNAVAILABLE.items():
         if name not in body or (name in _OF_TOOLS and not body.get("tools")):
             continue
@@ -105,7 +132,7 @@ def check_asked(body: Body, template: Any) -> None:
             "the target's tokenizer has no chat template, so it answers no chats; send the text as "
             "the prompt of /v1/completions"
         )
-    if taken := _OF_TOKENIZER & body.get("chat_template_kwargs", {}).keys():
+    if taken := body.get("chat_template_kwargs", {}).keys() & _OF_TOKENIZER:
         raise ValueError(
             f"chat_template_kwargs has {shown(min(taken))}, which is no setting of a template; "
             "leave it out"

@@ -14,7 +14,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
-from .asked import EXTRA, check_asked
+from .asked import EXTRA, check_asked, check_fields
 from .shapes import biases_of, stops_of, without_nulls
 from .stops import before_stop
 from .writing import ASKED, Asked, said_of
@@ -52,11 +52,14 @@ class _Own(BaseHandler):
     def _validate_request(self, body: dict[str, Any]) -> None:
         model: Any = self.model_manager
         check_model(body.get("model"), model.force_model)
+        known: Any = self._valid_params_class
+        check_fields(body, known.__mutable_keys__)
         super()._validate_request({k: v for k, v in body.items() if k not in EXTRA})
         if self.asked_in not in body:
             raise ValueError(f"{self.asked_in} is missing; expected what is to be answered")
         _, tokenizer = model.load_model_and_processor()
-        check_asked(body, getattr(tokenizer, "chat_template", None))
+        check_asked(body, getattr(tokenizer, "chat_template", None), model.vocabulary)
+        model.bounds.check_prompt(body)
 
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
         chat = body.get("messages")
@@ -68,8 +71,11 @@ class _Own(BaseHandler):
         if "temperature" in body:
             config.do_sample = config.temperature > 0
             config.temperature = config.temperature or 1.0  # greedy text has none
-        if "repetition_penalty" in body:
-            config.repetition_penalty = float(body["repetition_penalty"])
+        for name in ("min_p", "repetition_penalty"):
+            if name in body:
+                setattr(config, name, float(body[name]))
+        if "top_k" in body:
+            config.top_k = max(body["top_k"], 0)  # 0 leaves no token out
         if stops := stops_of(body):
             config.stop_strings = stops
         if biases := biases_of(body):

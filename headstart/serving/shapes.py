@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from headstart.terminal import is_utf8
 from headstart.train.data.parsing import TEXT_PARTS
 
 _FIELDS: dict[str, tuple[type, str]] = {
@@ -25,6 +26,7 @@ _CALLS = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id",),
 }  # the texts of these items of `input`
+_STOPS = 64  # stop strings of a request, at most: each is looked for in the whole vocabulary
 _SHOWN = 60  # characters of a wrong value that a message repeats
 _SEEDS = 1 << 63
 _LARGEST = 1e38  # about the largest float32
@@ -66,7 +68,6 @@ def check_shapes(body: Mapping[str, Any]) -> None:
         raise wrong("seed", body["seed"], "a whole number of at most 64 bits")
     stops_of(body)
     biases_of(body)
-    _check_config(body.get("generation_config", "{}"))
     for number, tool in enumerate(body.get("tools", ())):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise wrong(f"tools[{number}]", tool, "an object of the type 'function'")
@@ -83,16 +84,47 @@ def stops_of(body: Mapping[str, Any]) -> list[str]:
     """The stop strings of a request; empty ones stop nothing.
 
     Raises:
-        ValueError: they are no texts.
+        ValueError: they are no texts, or too many.
 
     >>> stops_of({"stop": "END"}), stops_of({"stop": ["a", ""]}), stops_of({})
     (['END'], ['a'], [])
     """
     given = body.get("stop", [])
+    check_stops(given, "stop")
+    return [each for each in ([given] if isinstance(given, str) else given) if each]
+
+
+def check_stops(given: Any, name: str) -> None:
+    """Refuse stop strings that are no texts, or too many.
+
+    Raises:
+        ValueError: what was found in the field `name`.
+    """
     found = [given] if isinstance(given, str) else given
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise wrong("stop", given, "a text, or a list of texts")
-    return [each for each in found if each]
+        raise wrong(name, given, "a text, or a list of texts")
+    if len(found) > _STOPS:
+        raise ValueError(f"{name} has {len(found):,} texts; expected at most {_STOPS}")
+
+
+def check_text(body: Mapping[str, Any]) -> None:
+    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer reads.
+
+    Raises:
+        ValueError: the name of the field that holds one.
+
+    >>> check_text({"prompt": "a\\ud800"})
+    Traceback (most recent call last):
+    ...
+    ValueError: prompt holds half of a surrogate pair, which is no text; send whole characters
+    """
+    for name, value in body.items():
+        if not is_utf8(name):
+            raise ValueError(f"the field {shown(name)} is no text; leave it out")
+        if not is_utf8(json.dumps(value, ensure_ascii=False)):
+            raise ValueError(
+                f"{name} holds half of a surrogate pair, which is no text; send whole characters"
+            )
 
 
 def biases_of(body: Mapping[str, Any]) -> dict[str, float]:
@@ -129,15 +161,6 @@ def shown(value: Any) -> str:
     """A value, as far as an error repeats it."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def _check_config(text: str) -> None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise wrong("generation_config", text, "a JSON object, written as a text")
 
 
 def _check_message(message: Any, at: str) -> None:

@@ -1,5 +1,6 @@
 """Answers without their stop strings, errors in the protocol's form, and clients that leave."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -35,11 +36,13 @@ def client() -> Iterator[Any]:
         yield client
 
 
-def post(client: Any, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
+def post(
+    client: Any, path: str, body: Any, method: str = "POST", kind: str = "application/json"
+) -> tuple[int, str]:
     """The status and text of an answer; a body that is no text is sent as JSON."""
     sent = body if isinstance(body, str) else json.dumps(body)
     connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
-    connection.request(method, path, sent, {"Content-Type": "application/json"})
+    connection.request(method, path, sent, {"Content-Type": kind} if kind else {})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
 
@@ -133,6 +136,19 @@ def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "shorten it"),
         ({"generation_config": '{"num_beams": 3}'}, "beam"),
         ({"generation_config": "{bad"}, "generation_config is"),
+        (
+            {"generation_config": '{"suppress_tokens": [99999]}'},
+            "suppress_tokens is 99999; expected",
+        ),
+        ({"generation_config": '{"stop_strings": ["\\ud800"]}'}, "half of a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, "messages holds half of a surr"),
+        ({"chat_template_kwargs": {"messages": []}}, "'messages', which is no setting"),
+        ({"chat_template_kwargs": {"conversations": []}}, "'conversations', which is no setting"),
+        ({"stop": ["x"] * 65}, "stop has 65 texts; expected at most 64"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 70_000}]},
+            "at most 65,536 bytes; shorten",
+        ),
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )
@@ -174,6 +190,59 @@ def test_what_cannot_be_read_is_answered_with_an_error_object(
     assert any(part in message for part in said.split("|"))
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_halves_of_characters_are_named_everywhere(client: Any, path: str) -> None:
+    for name in ("prompt", "messages", "input", "stop", "model", "no_such_field"):
+        status, text = post(client, path, {name: "a\ud800b"})
+        assert status == 400 and f"{name} holds half" in json.loads(text)["error"]["message"]
+    assert post(client, path, {"\ud800": 1})[0] == 400
+
+
+def test_fields_of_other_servers_change_the_text_or_are_refused(client: Any) -> None:
+    asked = BODY | {"temperature": 1.5, "seed": 3}
+    whole = client.chat.completions.create(**BODY).choices[0].message.content
+    for given, same in (({"top_k": 1}, True), ({"min_p": 1}, True), ({"top_k": -1}, False)):
+        found = client.chat.completions.create(**asked, extra_body=given)
+        assert (found.choices[0].message.content == whole) == same, given
+    status, text = post(client, "/v1/completions", {"prompt": "a", "min_tokens": 2})
+    assert status == 400 and "give min_new_tokens in generation_config" in text
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_what_a_page_of_any_site_may_send_is_refused(client: Any, kind: str) -> None:
+    status, text = post(client, "/v1/completions", {"prompt": "a"}, kind=kind)
+    message = json.loads(text)["error"]["message"]
+    assert status == 415 and message.endswith("expected application/json")
+    asked = {"prompt": "a", "max_tokens": 1}
+    assert post(client, "/v1/completions", asked, kind="Application/JSON; charset=utf-8")[0] == 200
+
+
+def test_a_body_that_is_too_large_is_not_kept(client: Any) -> None:
+    status, text = post(client, "/v1/completions", {"prompt": "a" * 3_000_000})
+    assert status == 413 and "expected at most 1,441,792" in json.loads(text)["error"]["message"]
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error() -> None:
+    """An error would be raised here, which a server writes into its log."""
+    from headstart.serving.app import server_of
+
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(parts, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    kind = (b"content-type", b"application/json")
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [kind]}
+    scope |= {"query_string": b"", "scheme": "http", "server": ("127.0.0.1", 80)}
+    app: Any = server_of(Scripted(lambda written: None), "talker")  # type: ignore[arg-type]
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499
+
+
 class Scripted:
     """In a batcher's place: writes letters until it is told what to do, or its client leaves."""
 
@@ -203,7 +272,8 @@ def test_an_answer_ends_when_its_client_leaves(stream: bool) -> None:
     with served(batcher) as client:
         connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
         sent = json.dumps(BODY | {"stream": stream})
-        connection.request("POST", "/v1/chat/completions", sent)
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", sent, kind)
         assert batcher.began.wait(WAIT) and not batcher.left.wait(0.5)
         connection.close()
         assert batcher.left.wait(WAIT)

@@ -54,6 +54,10 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"prompt": "a", "temperature": float("inf")}, None, "temperature is inf"),
         ({"prompt": "a", "temperature": "hot"}, None, "'hot'; expected a number from 0"),
         ({"prompt": "a", "top_p": True}, None, "expected a number from 0 to 1"),
+        ({"prompt": "a", "min_p": 2}, None, "min_p is 2; expected a number from 0 to 1"),
+        ({"prompt": "a", "top_k": -2}, None, "top_k is -2; expected a whole number, 0 or -1 for"),
+        ({"prompt": "a", "top_k": 2.5}, None, "top_k is 2.5"),
+        ({"messages": SAID, "chat_template_kwargs": {"messages": []}}, "x", "'messages'"),
     ],
 )
 def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
@@ -76,6 +80,7 @@ def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
         ({"messages": SAID, "tools": TOOLS, "parallel_tool_calls": True}, "{{ tools }}"),
         ({"messages": SAID, "chat_template_kwargs": {"enable_thinking": False}}, "x"),
         ({"prompt": "a", "frequency_penalty": 0, "repetition_penalty": 1.3}, None),
+        ({"prompt": "a", "top_k": -1, "min_p": 0.1}, None),
     ],
 )
 def test_taken(body: dict[str, Any], template: Any) -> None:

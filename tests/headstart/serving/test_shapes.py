@@ -28,6 +28,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
         ({"prompt": ["a", "b"]}, "prompt is .*; expected a text"),
         ({"prompt": "a", "stop": 5}, "stop is 5; expected a text, or a list of texts"),
         ({"prompt": "a", "stop": ["b", 5]}, "expected a text, or a list"),
+        ({"prompt": "a", "stop": ["b"] * 65}, "stop has 65 texts; expected at most 64"),
         ({"prompt": "a", "seed": [1]}, "seed is .1.; expected a whole number"),
         ({"prompt": "a", "seed": 1 << 63}, "at most 64 bits"),
         ({"prompt": "a", "stream": "yes"}, "stream is 'yes'; expected true or false"),
@@ -68,6 +69,7 @@ def test_a_wrong_type_is_named(body: dict[str, Any], said: str) -> None:
             ]
         },
         {"prompt": "a", "seed": -1, "stop": [], "stream": False},
+        {"prompt": "a", "stop": ["b"] * 64},
         {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]},
     ],
 )
