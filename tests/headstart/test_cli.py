@@ -601,6 +601,8 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["generate", "--target", "t", "--prompt", " "], "--prompt: the prompt is empty"),
         (["generate", "--target", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8"),
         (["chat", "--target", "t", "--system", "\udcff"], "--system: not valid UTF-8 text; conv"),
+        (["inspect", "t", "--round", "3", "--rule", "block"], "--round is for a round of decoding"),
+        (["inspect", "t", "--seed", "0"], "--seed is for a round of decoding; give --prompt too"),
         (["inspect", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8 text; convert it"),
         (["generate", "--target", "t", "--file", "none.txt"], "none.txt"),
         (["generate", "--target", "t", "--file", "latin.txt"], "latin.txt: not valid UTF-8"),
