@@ -5,6 +5,7 @@ with one line and exit status 2; set HEADSTART_DEBUG=1 to see its traceback.
 """
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -71,7 +72,9 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # an encoding without τ prints a ?, and goes on
-            stream.reconfigure(errors="surrogateescape" if name == "stdin" else "replace")
+            errors = "surrogateescape" if name == "stdin" else "replace"
+            with contextlib.suppress(io.UnsupportedOperation):  # the caller has read from it
+                stream.reconfigure(errors=errors)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import json
 import sys
 
 from headstart.inputs import check_decoding, check_name, load_target
-from headstart.terminal import blank, quiet_stdout
+from headstart.terminal import UsageError, blank, quiet_stdout
 
 from . import options as shared
 
@@ -28,13 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = look.add_argument
     add("--tree", metavar="TREE", nargs="?", const="", help=_TREE)
     add("--prompt", metavar="TEXT", type=shared.text, help=_PROMPT)
-    add(
-        "--round",
-        metavar="N",
-        type=shared.positive,
-        default=1,
-        help="which round to replay (default: 1)",
-    )
+    add("--round", metavar="N", type=shared.positive, help="which round to replay (default: 1)")
     add("--rule", metavar="RULE", help=shared.RULE)
     add("--expansion", metavar="EXPANSION", help=shared.EXPANSION)
     shared.add_sampling_arguments(parser)
@@ -43,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the description; the status is 1 where it is damaged or does not fit --target."""
     check_name(options.artifact)
+    _check_of_round(options)
     check_decoding(options.tree or None, options.rule, options.expansion)
     if options.prompt is not None:
         from headstart.show.inspected import print_round
@@ -75,3 +70,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(found, sys.stdout)
     return 0 if found["problem"] is None and found.get("fits", True) else 1
+
+
+def _check_of_round(options: argparse.Namespace) -> None:
+    """Refuse options of a round where there is no prompt to decode."""
+    given = ("round", "rule", "expansion", "temperature", "seed", "top_p", "top_k")
+    default = options.parser.get_default
+    unused = [name for name in given if getattr(options, name) != default(name)]
+    if options.prompt is None and unused:
+        flag = f"--{unused[0].replace('_', '-')}"
+        raise UsageError(f"{flag} is for a round of decoding; give --prompt too, or leave it out")

@@ -68,12 +68,13 @@ def print_round(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     tree = speculator.tree_of(1, options.temperature)
     if speculator.drafter is None or tree.nodes == 1:
         raise UsageError("its plan for this machine is plain decoding; give --tree to draft anyway")
-    found = replay_round(speculator, inputs.input_ids, options.round, **sampling)
+    number = options.round or 1
+    found = replay_round(speculator, inputs.input_ids, number, **sampling)
     if options.json:
         print(to_json(json.loads(json.dumps(asdict(found)))))
         return 0
     name = token_name(tokenizer)
-    title = f"headstart inspect: round {options.round}, rule {found.rule}, {tree.label}"
+    title = f"headstart inspect: round {number}, rule {found.rule}, {tree.label}"
     console = titled(sys.stdout, title)
     tail = visible(tokenizer.decode(found.text[-40:]))
     print_apart(console, Text(f"…{tail}" if len(found.text) > 40 else tail, "dim"))

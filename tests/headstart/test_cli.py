@@ -503,7 +503,7 @@ def test_a_chat_that_does_not_fit(
     broken.write_text(f'{{"messages": "{SECRET}"}}')
     for model, arguments, said in (
         (target, ["--prompt", SECRET], "no chat template"),
-        (chat_target, ["--file", str(system)], "refuses a chat of the roles system, user"),
+        (chat_target, ["--file", str(system)], "refuses the roles system, user"),
         (chat_target, ["--file", str(two)], "found 2 conversations, expected one"),
         (chat_target, ["--file", str(broken)], "line 1: messages is not a list"),
         (chat_target, ["--prompt", " "], "the prompt is empty"),
@@ -601,6 +601,8 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["generate", "--target", "t", "--prompt", " "], "--prompt: the prompt is empty"),
         (["generate", "--target", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8"),
         (["chat", "--target", "t", "--system", "\udcff"], "--system: not valid UTF-8 text; conv"),
+        (["inspect", "t", "--round", "3", "--rule", "block"], "--round is for a round of decoding"),
+        (["inspect", "t", "--seed", "0"], "--seed is for a round of decoding; give --prompt too"),
         (["inspect", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8 text; convert it"),
         (["generate", "--target", "t", "--file", "none.txt"], "none.txt"),
         (["generate", "--target", "t", "--file", "latin.txt"], "latin.txt: not valid UTF-8"),

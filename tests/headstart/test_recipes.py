@@ -75,6 +75,11 @@ def test_a_whole_recipe_is_shown_as_its_file(capsys: pytest.CaptureFixture[str])
     assert "draft-model+qwen3-8b+1x24gb" in text and "\nmedusa+" not in text
 
 
+def test_a_whole_recipe_is_no_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "own-model", "medusa"]) == 2
+    assert "'own-model' is a whole recipe and no part of others" in capsys.readouterr().err
+
+
 def test_an_unknown_part_is_answered_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "medusa", "llama"]) == 2
     error = capsys.readouterr().err

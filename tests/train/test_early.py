@@ -115,6 +115,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"drafter": {"output": "trimmed", "draft_vocab_size": 400}}, "400"),
     "no such target": ({"target": {"model": "org/none-such"}}, "org/none-such is not a folder"),
     "a folder of something else": ({}, "holds no config.json; expected the folder of a model"),
+    "revision of a folder": ({"target": {"revision": "zzz"}}, "'zzz', but target.model .* folder"),
     "type": ({"drafter": {"heads": "three"}}, r"drafter\.heads: expected int, got str"),
     "4bit": ({"target": {"dtype": "4bit"}}, "bitsandbytes"),
     "no such corpus": ({"corpus": {"source": "none.jsonl"}}, "no such file"),

@@ -47,6 +47,14 @@ def test_defaults_and_drafter_options() -> None:
         ("corpus.held_out", float("nan"), ["corpus.held_out", "nan"]),
         ("train.learning_rate", float("inf"), ["train.learning_rate", "inf"]),
         ("train.learning_rate", True, ["train.learning_rate", "a number"]),
+        ("train.lr", 1e-3, ["train.lr: unknown key (did you mean 'learning_rate'?)"]),
+        (
+            "target.device_map",
+            "foo",
+            ["target.device_map: found 'foo'", "auto, balanced, ", "a dev"],
+        ),
+        ("target.device_map", "auot", ["did you mean 'auto'"]),
+        ("target.device_map", {"": "gpu"}, ["target.device_map: found 'gpu' for all", "cuda:0"]),
         ("train.max_seconds", "long", ["train.max_seconds", "a number or null"]),
         ("train.loss", "forward_kk", ["train.loss: found 'forward_kk'", "'forward_kl'"]),
         ("train.loss", {"kl": 1}, ["train.loss: found 'kl'", "one of cross_entropy"]),
@@ -83,6 +91,14 @@ def test_mistakes_are_named(path: str, value: object, said: list[str]) -> None:
     assert "\n" not in message
     for part in said:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "places", ["auto", "balanced_low_0", "cuda:1", "cpu", {"": 0}, {"model.layers.0": "disk"}]
+)
+def test_places_of_a_target(places: object) -> None:
+    data = least() | {"target": {"model": "me/model", "device_map": places}}
+    assert parse_recipe(data).target.device_map == places
 
 
 @pytest.mark.parametrize("key", ["name", "drafter", "target"])

@@ -118,7 +118,13 @@ def _config_and_tokenizer(
         with _made_of("target.scratch", "model"):
             return model_config(spec.scratch, spec.scratch.vocab_size), None
     name = str(spec.model)
-    if not Path(name).expanduser().is_dir():
+    if Path(name).expanduser().is_dir():
+        if spec.revision is not None:
+            raise CheckError(
+                f"target.revision is {spec.revision!r}, but target.model {name} is a folder here, "
+                "which has no revisions; set target.revision=null"
+            )
+    else:
         model_commit(name, spec.revision)  # one line at once; transformers would try for a while
     how = {"revision": spec.revision} if spec.revision else {}
     return _read(AutoConfig, name, "config.json", how), _read(AutoTokenizer, name, "tokenizer", how)

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headstart.heads.core import counted
+
 from ..recipe import Corpus, Source
 from .document_files import Documents, write_documents
 from .documents import CorpusError, Document
@@ -64,13 +66,14 @@ def build_corpus(
             if not found:
                 if skipped.rows:
                     raise CorpusError(
-                        f"{part.source}: no text found; {skipped.rows} rows skipped, the first: "
-                        f"{skipped.first}"
+                        f"{part.source}: no text found; {counted(skipped.rows, 'row')} skipped, "
+                        f"the first: {skipped.first}"
                     )
                 raise CorpusError(f"{part.source}: no text found; expected {SUPPORTED}")
         records = spool.records()
         if skipped.rows:
-            logger.warning("corpus: %d rows skipped; the first: %s", skipped.rows, skipped.first)
+            rows = counted(skipped.rows, "row")
+            logger.warning("corpus: %s skipped; the first: %s", rows, skipped.first)
         chosen = records[choose(records, weights, spec.max_bytes)]
         if not len(chosen):
             raise CorpusError(

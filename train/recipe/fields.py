@@ -3,6 +3,7 @@
 import datetime
 import difflib
 import functools
+import re
 from collections.abc import Iterable
 from math import inf, isfinite
 from typing import Any
@@ -29,9 +30,19 @@ class RecipeError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` with the known name that is closest to `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """` (did you mean 'x'?)` with the known name that is closest to `name`, or nothing.
+
+    >>> nearest("learning_rat", ["learning_rate"]), nearest("lr", ["loss", "learning_rate"])
+    (" (did you mean 'learning_rate'?)", " (did you mean 'learning_rate'?)")
+    """
+    names = list(known)
+    short = [each for each in names if "_" in each and name == _initials(each)]
+    close = short or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_"))
 
 
 def number(
@@ -81,6 +92,26 @@ def tree_field(tree: str | list[Any]) -> None:
             raise ValueError(f"path {place} is {path!r}, expected a list of integers")
     if isinstance(tree, str) and not tree.endswith(".json") and not sparse_nodes(tree):
         check_static(read_tree(tree))
+
+
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device maps
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa|sdaa|xla)(:\d+)?")
+
+
+@as_validated_field
+def device_map_field(places: str | dict[str, Any] | None) -> None:
+    if isinstance(places, str) and places not in _SPREAD and not _DEVICE.fullmatch(places):
+        raise ValueError(
+            f"found {places!r}{nearest(places, _SPREAD)}; expected {', '.join(_SPREAD)}, a device "
+            "such as cuda:0, or devices by the names of modules"
+        )
+    for name, place in (places if isinstance(places, dict) else {}).items():
+        named = isinstance(place, str) and (place == "disk" or _DEVICE.fullmatch(place))
+        if not named and not (type(place) is int and place >= 0):
+            raise ValueError(
+                f"found {place!r} for {name or 'all'}, expected a device such as cuda:0, the "
+                "number of a GPU, cpu, or disk"
+            )
 
 
 @as_validated_field

@@ -19,6 +19,7 @@ from .fields import (
     check_sampling,
     columns_field,
     date_field,
+    device_map_field,
     loss_field,
     number,
     one_of,
@@ -104,7 +105,7 @@ class TargetSpec:
     revision: str | None = None  # of a model on the Hub: a commit, a tag or a branch
     # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
     # devices; null: all on the process's own. A target over several GPUs takes one process.
-    device_map: str | dict[str, Any] | None = None
+    device_map: str | dict[str, Any] | None = device_map_field(default=None)  # noqa: RUF009
     # auto: the layers are divided among the processes of a launch by transformers' plan for the
     # target, and all compute the same batch; or styles by the names of modules, to change that plan
     tp_plan: str | dict[str, Any] | None = plan_field(default=None)  # noqa: RUF009

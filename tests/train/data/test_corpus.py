@@ -215,6 +215,9 @@ def test_bad_rows_are_skipped_and_counted_where_asked(
     assert f"{len(BAD)} rows skipped" in caplog.text and "rows.jsonl line 2: " in caplog.text
     assert SECRET not in caplog.text
 
+    file.write_text(BAD[0])
+    with pytest.raises(CorpusError, match="no text found; 1 row skipped"):
+        build_corpus(Corpus(source=str(file), on_error="skip"), tmp_path / "out")
     file.write_text("\n".join(BAD))
     with pytest.raises(CorpusError, match=f"no text found; {len(BAD)} rows skipped") as error:
         build_corpus(Corpus(source=str(file), on_error="skip"), tmp_path / "out")
