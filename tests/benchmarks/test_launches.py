@@ -1,6 +1,7 @@
 """Launches and bytes of a round, counted, and the kernels compiled for GPUs that are not here."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -77,12 +78,10 @@ def test_few_programs_serve_all_trees(monkeypatch: pytest.MonkeyPatch, tmp_path:
         left = torch.empty(2, 1, nodes, vocabulary)
         entry, weights = torch.zeros(1, nodes, dtype=torch.int64), torch.empty(1, nodes)
         groups = torch.empty(1, 1 + 5 * level, vocabulary)
-        given: Any = left, entry, weights, weights, left[0], groups, *[entry] * 5, None
-        return compiled(
-            level_kernels,
-            "_judge",
-            lambda: level_kernels.judge_level(*given, level, level, replacement=False),
-        )
+        given: list[Any] = [left, entry, weights, weights, left[0], groups, *[entry] * 5, None]
+        judged: Any = level_kernels.judge_level
+        run = functools.partial(judged, *given, level, level, replacement=False)
+        return compiled(level_kernels, "_judge", run)
 
     def judge_odd(nodes: int) -> str:  # a vocabulary that is no multiple of 16
         return judge(1, nodes, 1001)
