@@ -21,7 +21,7 @@ the tokens that are best without it, and convolutions in its layers (`conv_kerne
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -86,6 +86,8 @@ def spread_layers(target: PreTrainedModel, count: int) -> list[int]:
 @dataclass
 class DFlashState:
     """The text's cache; and of a round the drafts' states, and the depth of the last level."""
+
+    scratch: ClassVar = ("states",)
 
     cached: DraftCache
     states: Tensor = field(init=False)  # [B, K, D]

@@ -149,6 +149,8 @@ class Drafter(StoredDrafter):
 
         A captured round runs no Python: what a round leaves to the next is tensors that are the
         state's attributes, and slab caches. Python's numbers in it are set by `reserve` alone.
+        Attributes that `begin` sets anew before anything reads them are left to no other round; its
+        class may name them, as `scratch`, which spares a captured round their copies.
         """
 
     def reserve(self, state: Any, longest: int, room: int) -> None:

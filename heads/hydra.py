@@ -12,7 +12,7 @@ calls the drafter Hydra++. Every depth has weights of its own, so a grown level 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -49,6 +49,8 @@ class HydraConfig(HydraFields, DrafterConfig):
 @dataclass
 class HydraState:
     """The prefix's cache, and the level grown last, at depth k - 1; the root's at first."""
+
+    scratch: ClassVar = ("paths",)
 
     cached: DraftCache | None
     paths: Tensor = field(init=False)  # [B, W, (k + 1) D], z

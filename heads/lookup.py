@@ -9,6 +9,8 @@ proposed, then `a`, then `b`; a continuation that reaches the end of the text re
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
 
+from typing import ClassVar
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
@@ -29,6 +31,8 @@ class LookupConfig(LookupFields, DrafterConfig):
 class LookupState:
     """The rows' text, this round's M matches, and for the root and each of G nodes grown so far
     its depth and which matches continue with the path to it."""
+
+    scratch: ClassVar = ("source", "period", "agrees", "depth")
 
     longest: int = 0  # a bound on any row's tokens, the root's included, on the host
     text: Tensor  # [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding

@@ -19,7 +19,7 @@ times as high, to each quarter of which a E(x_t+k) is added; c_0 = 0, and σ is 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -46,6 +46,8 @@ class MlpSpeculatorConfig(MlpSpeculatorFields, DrafterConfig):
 @dataclass
 class MlpSpeculatorState:
     """The level that a round grew last, at `depth`; the root's at first."""
+
+    scratch: ClassVar = ("nodes",)
 
     nodes: Tensor = field(init=False)  # [B, W, S], s or, of an LSTM, s and c
     depth: int = 1

@@ -12,7 +12,7 @@ write a new continuation from each position of a corpus.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -35,6 +35,8 @@ class ReDrafterConfig(ReDrafterFields, DrafterConfig):
 
 class ReDrafterState:
     """What a round keeps: the feature that it began with, and the cell's state at every node."""
+
+    scratch: ClassVar = ("feature", "cells")
 
     feature: Tensor  # [B, 1, D]
     cells: Tensor  # [B, 1 + nodes, D], the root's first

@@ -270,7 +270,7 @@ class Stream:
         request.states = runner.start(batch, request.capacity.most)
         clear_caches(request.states)
         zeros, none = torch.zeros_like(ids[:, 0]), torch.empty(batch, 1, 0, device=device)
-        request.committed = Committed(none, ids, zeros, ids, zeros)
+        request.committed = Committed(none, ids, zeros, zeros)
 
     def _fill(self) -> None:
         """Give free rows to those that wait."""
@@ -338,7 +338,6 @@ class Stream:
             old.features.index_copy(0, rows, features.expand(-1, width, -1)),
             old.tokens.index_copy(0, rows, root.expand(-1, width)),
             old.count.index_fill(0, rows, 1),
-            old.root.index_copy(0, rows, root),
             old.lengths.index_copy(0, rows, position),
         )
 

@@ -144,7 +144,8 @@ class RoundGraphs:
         return own
 
     def keep_states(self, states: list[Any]) -> None:
-        """Put every tensor that the drafters' states hold where it stays."""
+        """Put every tensor that the drafters' states hold from one round to the next where it
+        stays."""
         self._held = [
             (owner, name, self.keep((number, type(owner).__name__, name), value))
             for number, state in enumerate(states)
@@ -161,7 +162,9 @@ class RoundGraphs:
         return self._states[key]
 
     def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
-        """Do `work`, a round that leaves all that outlasts it in tensors that stay.
+        """Do `work`, a round that leaves all that the next one reads in tensors that stay.
+
+        What it returns is the same tensors for all rounds of a kind: each writes them again.
 
         Args:
             kind: everything that the host decides about the round.
@@ -276,13 +279,19 @@ def _hold(leaves: list[_Leaf]) -> None:
 
 
 def _leaves(owner: Any, name: str = "") -> Iterator[_Leaf]:
-    """Every tensor and slab cache among an object's attributes, and among theirs, in order."""
+    """Every tensor and slab cache among an object's attributes, and among theirs, in order.
+
+    But for those that are named by its class's `scratch`, see `Drafter.start`.
+    """
     if isinstance(owner, Tensor | SlabCache):
         yield None, name, owner
         return
     for each in owner if isinstance(owner, list) else ():  # several drafters' states
         yield from _leaves(each)
+    scratch = getattr(owner, "scratch", ())
     for name, value in sorted(vars(owner).items()) if hasattr(owner, "__dict__") else ():
+        if name in scratch:
+            continue
         if isinstance(value, Tensor | SlabCache):
             yield owner, name, value
         else:

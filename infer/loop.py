@@ -91,7 +91,7 @@ class Decoding:
         topology, proposal_row = ROOT_ONLY.shape(batch, ids.device)
         tree = TokenTree(root, topology, None, proposal_row)
         features = features.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
-        request.committed = Committed(features, root, torch.ones_like(count), root, last)
+        request.committed = Committed(features, root, torch.ones_like(count), last)
         request.committed, packed = accept_and_commit(request, tree, logits.unsqueeze(1), features)
         emitted = self._take(packed.cpu().numpy(), 1)
         self.runner.begin()

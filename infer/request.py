@@ -74,6 +74,8 @@ class Request:
         text, committed, states: what the device holds; the states are the drafters' own.
         device: that the target runs on.
         offset: [B, A], from a root's position to the text's columns of the tokens after it.
+        alive: [B] int64, 1 for rows that go on and 0 for those that have ended, where rounds start
+            before the last one's tokens are checked; else None.
     """
 
     target: Target
@@ -92,6 +94,7 @@ class Request:
     states: list[Any] = field(init=False)
     capacity: Capacity = field(init=False)
     offset: Tensor = field(init=False)
+    alive: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.device = self.target.device
@@ -161,13 +164,17 @@ class Request:
         """
         committed, device = self.committed, self.lengths.device
         alive = torch.from_numpy(self.rows.remaining > 0).to(device)  # [B]
-        ended = {"count": count, "lengths": self.rows.positions, "root": self.rows.roots[:, None]}
-        found = {"tokens": committed.tokens.clamp(min=0)}  # past an end token there may be none
-        for name, values in ended.items():
-            current: Tensor = getattr(committed, name)
-            going = alive if current.dim() == 1 else alive.unsqueeze(1)
-            found[name] = torch.where(going, current, torch.from_numpy(values).to(device))
-        self.committed = replace(committed, **found)
+        ended = [count, self.rows.positions, self.rows.roots]
+        some, lengths, roots = (torch.from_numpy(values).to(device) for values in ended)
+        steps = torch.arange(committed.tokens.shape[1], device=device)
+        kept = alive.unsqueeze(1) | (steps < some.unsqueeze(1))  # [B, A]
+        tokens = torch.where(kept, committed.tokens, roots.unsqueeze(1))
+        self.committed = Committed(
+            committed.features,
+            tokens.clamp(min=0),
+            torch.where(alive, committed.count, some),
+            torch.where(alive, committed.lengths, lengths),
+        )
 
     def drop_drafters(self) -> None:
         """Decode plainly from now on, since proposals were NaN or infinite."""

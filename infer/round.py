@@ -47,8 +47,7 @@ class ProposalCheck:
         """[B] bool, whose proposals were NaN or infinite; None when there were no logits."""
         if not self._best:
             return None
-        best = torch.cat([each.double() for each in self._best], 1)
-        return (best * 0).sum(1).isnan()
+        return (torch.cat(self._best, 1) * 0).sum(1).isnan()
 
 
 class _CheckedMember:
@@ -104,14 +103,15 @@ def accept_and_commit(
         record.note(accepted.path, scores=scores[0], logits=logits)
     tokens, count = accepted.tokens, accepted.count  # [B, A], [B]
     report = pack(request, accepted, check)
+    if request.alive is not None:
+        # Rows that have ended commit nothing, and tokens may not be checked yet.
+        tokens, count = tokens.clamp(min=0), count * request.alive
     if text.seen is not None:
         text.seen.scatter_(1, tokens.clamp(min=0), True)
-    # Past a path's end its last token stands again.
-    root = tokens[:, -1:] if tokens.shape[1] > 1 else tokens  # [B, 1]
     if request.drafters.members:
         path = accepted.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         features = features.gather(1, path)  # [B, A, F]
-    return Committed(features, tokens, count, root, lengths + count), report
+    return Committed(features, tokens, count, lengths + count), report
 
 
 def pack(request: Request, accepted: Accepted, check: ProposalCheck | None) -> Tensor:

@@ -169,12 +169,7 @@ class CapturedRunner:
         def work() -> tuple[Committed, Tensor]:
             committed, report = run_round(request, longest, False, check)
             graphs.keep_states(request.states)
-            # Rows that have ended commit nothing, and tokens may not be checked yet.
-            tokens, count = committed.tokens.clamp(min=0), committed.count * self._alive
-            left = Committed(
-                committed.features, tokens, count, tokens[:, -1:], request.lengths + count
-            )
-            return self._kept(left), graphs.keep("report", report)
+            return self._kept(committed), report
 
         request.committed, report = graphs.run(kind, work)
         return report
@@ -187,7 +182,7 @@ class CapturedRunner:
         request = self.request
         request.committed = self._kept(request.committed)
         alive = torch.from_numpy(request.rows.remaining > 0).to(request.lengths)  # [B]
-        self._alive = self.graphs.keep("alive", alive)
+        request.alive = self.graphs.keep("alive", alive)
 
 
 def _repeat_last(value: Tensor, times: int) -> Tensor:

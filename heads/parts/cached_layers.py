@@ -7,7 +7,7 @@ come after them and attend to the text and their ancestors; the next round overw
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ _ROOM = 512
 class DraftCache:
     """The cache of one request: slot s of the committed text holds the keys and values of position
     s, and the slots after it those of the G nodes grown in this round."""
+
+    scratch: ClassVar = ("ancestors", "depth", "hidden")
 
     slab: SlabCache
     lengths: Tensor  # [B] committed tokens

@@ -19,10 +19,14 @@ class Committed:
     """What the last round (or the prefill) committed, as `Drafter.begin` takes it."""
 
     features: Tensor  # [B, A, F]
-    tokens: Tensor  # [B, A]
+    tokens: Tensor  # [B, A], of which the last committed one stands again after the others
     count: Tensor  # [B]
-    root: Tensor  # [B, 1], the last committed token
     lengths: Tensor  # [B], cached tokens of each row; the root's position
+
+    @property
+    def root(self) -> Tensor:
+        """[B, 1], the last committed token."""
+        return self.tokens[:, -1:]
 
 
 class Policy(ABC):

@@ -410,7 +410,7 @@ class Round:
         root = torch.full((batch, 1), ROOT, dtype=long)
         lengths = torch.full((batch,), POSITION, dtype=long)
         nothing = torch.zeros(batch, 1, 0)
-        committed = Committed(nothing, root, torch.ones(batch, dtype=long), root, lengths)
+        committed = Committed(nothing, root, torch.ones(batch, dtype=long), lengths)
         drafter: Any = self.tables
         children = Children(self.expansion, sampling)
         tree = self.policy.grow(drafter, self.tables.start(), committed, children)

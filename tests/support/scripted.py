@@ -262,5 +262,5 @@ def rows_of(ids: Tensor, mask: Tensor) -> list[list[int]]:
 def committed(batch: int) -> Committed:
     tokens = torch.randint(VOCAB, (batch, 3))
     count = torch.tensor([3, 1, 2][:batch])
-    root = tokens.gather(1, (count - 1).unsqueeze(1))  # [B, 1]
-    return Committed(torch.zeros(batch, 3, 0), tokens, count, root, torch.tensor([7, 4, 9][:batch]))
+    tokens = tokens.gather(1, torch.arange(3).minimum(count.unsqueeze(1) - 1))
+    return Committed(torch.zeros(batch, 3, 0), tokens, count, torch.tensor([7, 4, 9][:batch]))

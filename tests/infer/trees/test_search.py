@@ -306,9 +306,7 @@ def test_no_numbers_propose_nothing() -> None:
 def test_a_row_alone_grows_the_same_tree(tree: Any, expansion: Any) -> None:
     seeds, done = row_seeds(8, 3), committed(3)
     whole = tree.grow(Table(), None, done, Children(expansion, Sampling(seeds)))
-    one = done.__class__(
-        done.features[:1], done.tokens[:1], done.count[:1], done.root[:1], done.lengths[:1]
-    )
+    one = done.__class__(done.features[:1], done.tokens[:1], done.count[:1], done.lengths[:1])
     alone = tree.grow(Table(), None, one, Children(expansion, Sampling(seeds[:1])))
     assert torch.equal(alone.tokens, whole.tokens[:1])
     assert torch.equal(alone.topology.parents, whole.topology.parents[:1])

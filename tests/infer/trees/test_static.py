@@ -209,7 +209,7 @@ Q = torch.tensor([0.45, 0.3, 0.15, 0.1])
 
 def many(batch: int = ROWS) -> Committed:
     ones = torch.ones(batch, 1, dtype=torch.long)
-    return Committed(torch.zeros(batch, 1, 0), ones, ones[:, 0], ones, torch.full((batch,), 6))
+    return Committed(torch.zeros(batch, 1, 0), ones, ones[:, 0], torch.full((batch,), 6))
 
 
 def drawn(expansion: Any, tree: str, at_once: bool, warpers: Any = None) -> TokenTree:
@@ -380,13 +380,11 @@ def test_a_row_alone_draws_the_same_children(expansion: Any) -> None:
     whole = tree.grow(Recorder(), None, done, Children(expansion, Sampling(seeds)))
     for row in range(3):
         one = slice(row, row + 1)
-        mine = Committed(
-            done.features[one], done.tokens[one], done.count[one], done.root[one], done.lengths[one]
-        )
+        mine = Committed(done.features[one], done.tokens[one], done.count[one], done.lengths[one])
         alone = tree.grow(Recorder(), None, mine, Children(expansion, Sampling(seeds[one])))
         assert torch.equal(alone.tokens[0], whole.tokens[row])
     # A later round draws anew, and so does another seed.
-    later = Committed(done.features, done.tokens, done.count, done.root, done.lengths + 1)
+    later = Committed(done.features, done.tokens, done.count, done.lengths + 1)
     again = tree.grow(Recorder(), None, later, Children(expansion, Sampling(seeds)))
     other = tree.grow(Recorder(), None, done, Children(expansion, Sampling(seeds + 1)))
     for changed in (again, other):

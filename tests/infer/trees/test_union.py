@@ -84,7 +84,7 @@ def test_nodes_that_a_part_lacks_count_for_nothing() -> None:
     """They hang on the root; the ranks of the next part's children must not pass their bound."""
     drafter: Any = SimpleNamespace(members=[fixed(-1, -1), fixed(7, -1), fixed(8, 9)])
     one = torch.ones(1, 1).long()
-    committed = Committed(torch.zeros(1, 1, 0), one, one[0], one, one[0])
+    committed = Committed(torch.zeros(1, 1, 0), one, one[0], one[0])
     tree = parse_tree("best-first:4,1,3+beam:2,1+cartesian:2").grow(
         drafter, None, committed, Children()
     )
