@@ -252,7 +252,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictCapture]:
         "_lazy_init": lambda: None, "current_device": lambda: 0, "Event": _Event,
         "device": lambda device: nullcontext(), "current_stream": lambda device: None,
         "mem_get_info": free, "memory_reserved": lambda device: 0,
-        "memory_allocated": lambda device: 0,
+        "memory_allocated": lambda device: 0, "get_device_capability": lambda device: (9, 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("tensor", "as_tensor"):  # they move what they have made past all modes
