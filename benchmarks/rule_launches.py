@@ -1,4 +1,4 @@
-"""What choosing tokens and the rule `traversal` launch, with their kernels and without.
+"""What choosing tokens, `coupled` and `traversal` launch, with their kernels and without.
 
 Counted on the CPU under a dispatch mode, as in `benchmarks.launches`, which prints it. A sort
 counts as one launch there, and is several on a GPU.
@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from headstart.heads import Sampling, TokenTree
 from headstart.heads.core import best, best_log_probabilities, noise, nucleus, row_seeds
-from headstart.infer.rules import traversal
+from headstart.infer.rules import levels, matching, traversal
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.parse import parse_static
 
@@ -72,8 +72,12 @@ def rows(vocabulary: int, counts: Callable[[], Any]) -> Iterator[tuple[str, Any,
     for tree, nodes in TREES.items():
         for processors in (None, top_p()):
             verified = verified_at(tree, vocabulary, processors)
-            name = f"traversal, {nodes} nodes, `{tree}`{', top-p' if processors else ''}"
-            yield name, *_both(counts, lambda given=verified: traversal.traversal(given))
+            for rule, accept in (
+                ("coupled", matching.matching),
+                ("traversal", traversal.traversal),
+            ):
+                name = f"{rule}, {nodes} nodes, `{tree}`{', top-p' if processors else ''}"
+                yield name, *_both(counts, lambda by=accept, given=verified: by(given))
 
 
 def _both(counts: Callable[[], Any], work: Callable[[], object]) -> tuple[Any, Any]:
@@ -88,6 +92,7 @@ def _count(counts: Callable[[], Any], kernels: bool, work: Callable[[], object])
             for module in (best, nucleus, noise):
                 enter(mock.patch.object(module, "_has_kernels", lambda *given: True))
             enter(mock.patch.object(traversal, "at_once", lambda verified: True))
+            enter(mock.patch.object(matching, "_most_at_once", lambda logits: levels.AT_ONCE))
         work()  # what is made once is made by now
         counted = stack.enter_context(counts())
         work()

@@ -127,9 +127,10 @@ class Captured(Generic[_Found]):
         found: list[_Found] = []
         borrowed = Borrowed()
 
-        def watched() -> None:
+        def watched() -> _Found:
             with borrowed:
                 found.append(work())
+            return found[-1]
 
         replay = capture(watched)
         return cls(replay, found[0], borrowed.held)

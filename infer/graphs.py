@@ -162,7 +162,9 @@ class RoundGraphs:
         return self._states[key]
 
     def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
-        """Do `work`, a round that leaves all that outlasts it in tensors that stay.
+        """Do `work`, a round that leaves all that the next one reads in tensors that stay.
+
+        What it returns is the same tensors for all rounds of a kind: each writes them again.
 
         Args:
             kind: everything that the host decides about the round.

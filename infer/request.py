@@ -157,24 +157,28 @@ class Request:
             self.text.lengths = self.lengths + self.offset[:, 0]
         return Verified(tree, logits, self.sampling, self.lengths, self.text, kept)
 
-    def restore_ended_rows(self, count: np.ndarray) -> None:
+    def restore_ended_rows(self, count: np.ndarray) -> Tensor:
         """Put rows that have ended back to where they ended, which the device could not know.
 
-        Each of them hands `count` [B] tokens to its drafter.
+        Each of them hands `count` [B] tokens to its drafter. Returns which rows go on, [B] int64.
         """
-        committed, device = self.committed, self.lengths.device
-        alive = torch.from_numpy(self.rows.remaining > 0).to(device)  # [B]
-        ended = [count, self.rows.positions, self.rows.roots]
-        some, lengths, roots = (torch.from_numpy(values).to(device) for values in ended)
-        steps = torch.arange(committed.tokens.shape[1], device=device)
-        kept = alive.unsqueeze(1) | (steps < some.unsqueeze(1))  # [B, A]
+        committed, rows, device = self.committed, self.rows, self.lengths.device
+        known = np.stack([rows.remaining > 0, count, rows.positions, rows.roots])  # [4, B]
+        # One copy that nothing waits for: torch gives the pinned memory to nobody before its end.
+        pinned = device.type == "cuda"
+        host = torch.empty(known.shape, dtype=torch.long, pin_memory=pinned)
+        host.copy_(torch.from_numpy(known))
+        alive, some, lengths, roots = host.to(device, non_blocking=True)
+        steps, going = torch.arange(committed.tokens.shape[1], device=device), alive > 0
+        kept = going.unsqueeze(1) | (steps < some.unsqueeze(1))  # [B, A]
         tokens = torch.where(kept, committed.tokens, roots.unsqueeze(1))
         self.committed = Committed(
             committed.features,
             tokens.clamp(min=0),
-            torch.where(alive, committed.count, some),
-            torch.where(alive, committed.lengths, lengths),
+            torch.where(going, committed.count, some),
+            torch.where(going, committed.lengths, lengths),
         )
+        return alive
 
     def drop_drafters(self) -> None:
         """Decode plainly from now on, since proposals were NaN or infinite."""

@@ -111,7 +111,8 @@ class CapturedRunner:
 
     def refill(self) -> None:
         self._settings = built_in(self.request.sampling)
-        self._keep_rows()
+        alive = torch.from_numpy(self.request.rows.remaining > 0)
+        self._keep_rows(alive.to(self.request.lengths))
 
     def settle(self) -> Iterator[tuple[np.ndarray, int]]:
         while self._started:
@@ -130,8 +131,8 @@ class CapturedRunner:
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         # A round that has started has handed those tokens on already.
-        self.request.restore_ended_rows(np.zeros_like(count) if self._started else count)
-        self._keep_rows()
+        count = np.zeros_like(count) if self._started else count
+        self._keep_rows(self.request.restore_ended_rows(count))
 
     def _start_round(self) -> None:
         request = self.request
@@ -178,10 +179,9 @@ class CapturedRunner:
         keep = self.graphs.keep
         return Committed(*(keep(f.name, getattr(committed, f.name)) for f in fields(committed)))
 
-    def _keep_rows(self) -> None:
+    def _keep_rows(self, alive: Tensor) -> None:
         request = self.request
         request.committed = self._kept(request.committed)
-        alive = torch.from_numpy(request.rows.remaining > 0).to(request.lengths)  # [B]
         request.alive = self.graphs.keep("alive", alive)
 
 

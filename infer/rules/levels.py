@@ -20,7 +20,7 @@ from .rule_api import Verified
 from .siblings import State, attempt
 
 AT_ONCE = 1 << 24
-"""Scores of all nodes, at most, that are held at once: 64 MB in float32, a few times."""
+"""Scores of all nodes, at most, that a GPU holds at once: 64 MB in float32, a few times."""
 _MOST_TURNS = 62
 
 

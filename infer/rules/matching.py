@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from headstart.heads import TokenTree
+from headstart.heads.core.fused_products import has_kernels
 
+from .levels import AT_ONCE
 from .rule_api import Accepted, Verified
 
 _AT_ONCE = 2**18  # up to so many logits all nodes are scored at once, else the walked path's
+_HALF_RATE = {(8, 0), (9, 0), (10, 0)}
+"""Capabilities of GPUs that compute float64, which noise is, at half the rate of float32. On others
+the noise of all nodes takes longer than the launches of a walk."""
 
 
 def matching(verified: Verified) -> Accepted:
@@ -34,12 +39,18 @@ def target_choices(verified: Verified) -> Tensor:
             kept.append(logits.float())
         return sampling.best(logits.float() if logits.dtype == torch.float64 else logits)
     positions = verified.lengths.unsqueeze(1) + verified.tree.topology.depth + 1  # [B, N]
-    if not sampling.rowwise or logits.numel() > _AT_ONCE:
+    if not sampling.rowwise or logits.numel() > _most_at_once(logits):
         return _walk(verified, positions)
     processed = sampling.process_each(logits)
     if kept is not None:
         kept.append(processed)
     return sampling.choose(processed, positions)
+
+
+def _most_at_once(logits: Tensor) -> int:
+    """Up to so many logits all nodes are scored at once."""
+    quick = has_kernels(logits) and torch.cuda.get_device_capability(logits.device) in _HALF_RATE
+    return AT_ONCE if quick else _AT_ONCE
 
 
 def _walk(verified: Verified, positions: Tensor) -> Tensor:

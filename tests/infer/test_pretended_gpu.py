@@ -27,8 +27,10 @@ from headstart.infer.measure import costs, forward_costs
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.prompts import Prompt
 from headstart.infer.rules.registry import RULES
+from headstart.infer.runners import CapturedRunner
 from headstart.infer.stats import Emitted
 from headstart.infer.stream import decode_stream
+from tests.support import pretended
 from tests.support.families import LENGTHS, TREES, drafter, own, target
 from tests.support.pretended import (
     Gpu,
@@ -113,6 +115,32 @@ def test_rounds_are_captured_and_write_the_text_of_the_cpu(
     assert torch.equal(write(ours, rule=rule), expected)
     assert ours.target.windows.tree and gpu.replayed and gpu.taped
     assert ours.graphs is not None and not ours.graphs.failed
+
+
+def test_rows_that_end_are_put_back_by_one_copy_that_nothing_waits_for(
+    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore, run = CapturedRunner.restore_ended_rows, pretended._run
+    copies, within = list[Any](), [False]
+
+    def noted(self: CapturedRunner, count: Any) -> None:
+        within[0] = True
+        copies.append([])
+        restore(self, count)
+        within[0] = False
+
+    def seen(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if within[0] and function.overloadpacket.__name__ in ("_to_copy", "empty"):
+            copies[-1].append({name: kwargs.get(name) for name in ("pin_memory", "non_blocking")})
+        return run(function, args, kwargs)
+
+    monkeypatch.setattr(CapturedRunner, "restore_ended_rows", noted)
+    monkeypatch.setattr(pretended, "_run", seen)
+    ours = Speculator(*placed("medusa"), tree=TREES[1])
+    expected = write(on_cpu("medusa", tree=TREES[1]), eos_token_id=[20, 60])
+    assert torch.equal(write(ours, eos_token_id=[20, 60]), expected)
+    empty, moved = {"pin_memory": True, "non_blocking": None}, {"pin_memory": None}
+    assert copies and all(each == [empty, moved | {"non_blocking": True}] for each in copies)
 
 
 def test_rounds_under_masks_are_captured_too(gpu: StrictCapture) -> None:

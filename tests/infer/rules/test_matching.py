@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from benchmarks.launches import Counts
+from benchmarks.rule_launches import verified_at
 from headstart.heads import Sampling, TokenTree, Topology
 from headstart.infer import RULES, Speculator
+from headstart.infer.rules import matching
 from headstart.infer.rules.rule_api import Text, Verified, seen_in
 from tests.support.scripted import make
 from tests.support.tiny import VOCAB, prompts, tiny
@@ -71,3 +74,26 @@ def test_a_repetition_penalty_counts_the_drafted_tokens(rule: str, depth: int) -
     accepted = RULES[rule].accept(Verified(tree, logits, sampling, torch.tensor([1]), text))
     assert accepted.count.tolist() == [depth + 1]
     assert accepted.tokens.tolist() == [[*range(2, depth + 3)]]
+
+
+@pytest.mark.parametrize(
+    ("capability", "at_once"), [((8, 0), True), ((8, 9), False), ((10, 0), True), (None, False)]
+)
+@pytest.mark.parametrize("rule", ["coupled", "match"])
+def test_where_noise_is_quick_all_nodes_are_scored_at_once(
+    rule: str, capability: tuple[int, int] | None, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are the same; the launches do not grow with the depth."""
+    launches = []
+    for tree in ("chain:3", "chain:6"):
+        verified = verified_at(tree, 1 << 17, None)
+        expected = RULES[rule].accept(verified)
+        with monkeypatch.context() as patch:
+            patch.setattr(matching, "has_kernels", lambda logits: capability is not None)
+            patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            with Counts() as counted:
+                found = RULES[rule].accept(verified)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.count, expected.count)
+        launches.append(counted.launches)
+    assert (launches[0] == launches[1]) == at_once
