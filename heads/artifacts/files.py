@@ -180,7 +180,7 @@ def check_is_free(folder: Path) -> None:
     """An ArtifactError where something stands in a folder that is to be written, or none can be."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not empty; choose a new or an empty folder.")
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written to" if there.is_dir() else "is a file"
         raise ArtifactError(f"{folder} cannot be made: {there} {what}; choose another folder.")

@@ -503,7 +503,7 @@ def test_a_chat_that_does_not_fit(
     broken.write_text(f'{{"messages": "{SECRET}"}}')
     for model, arguments, said in (
         (target, ["--prompt", SECRET], "no chat template"),
-        (chat_target, ["--file", str(system)], "refuses the roles system, user"),
+        (chat_target, ["--file", str(system)], "refuses a chat of the roles system, user"),
         (chat_target, ["--file", str(two)], "found 2 conversations, expected one"),
         (chat_target, ["--file", str(broken)], "line 1: messages is not a list"),
         (chat_target, ["--prompt", " "], "the prompt is empty"),

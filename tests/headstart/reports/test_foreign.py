@@ -120,6 +120,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     def run(folder: Path) -> tuple[int, dict[str, Any]]:
         parser = argparse.ArgumentParser()
         inspect.add_arguments(parser)
+        parser.set_defaults(parser=parser)
         status = inspect.run(parser.parse_args([str(folder), "--json"]))
         return status, json.loads(capsys.readouterr().out)
 
