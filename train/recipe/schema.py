@@ -168,8 +168,7 @@ class Distill:
     turns: str = one_of("all", "first")  # of a chat that are answered, one after the other
     new_tokens: int = positive(128)  # of each answer, at most
     max_length: int | None = positive(None)  # of a row; null: prefix_tokens + new_tokens
-    # given: a chat of which not even the first answer fits (chat.supervise last: not the last one)
-    too_long: str = one_of("leave_out", "truncate")
+    too_long: str = one_of("leave_out", "truncate")  # given chats of which no answer fits
     batch_size: int = positive(64)
     temperature: float = number(0.0, ge=0)
     # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or
@@ -326,10 +325,9 @@ class Decode:
     prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     sampled: float | None = positive(None)  # measure text of this temperature, too
-    # in validation, of rules that sample; others refuse them
-    temperature: float | None = positive(None)  # null: 1
-    top_p: float | None = number(None, gt=0, le=1)  # null: all tokens
-    top_k: int | None = positive(None)  # null: all tokens
+    temperature: float | None = positive(None)  # in validation, of rules that sample; null: 1
+    top_p: float | None = number(None, gt=0, le=1)  # the same; null: all tokens
+    top_k: int | None = positive(None)  # the same; null: all tokens
     validation_prompts: int = positive(8)
 
     def __post_init__(self) -> None:
