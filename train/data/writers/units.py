@@ -81,8 +81,11 @@ class Counts:
             )
         if self.refused:
             who = "chat template" + (" or the server" if spec.writer == "openai" else "")
-            what = "left out" + ("" if spec.writer == "given" else " or ended early")
-            yield f"{counted(self.refused, 'chat')} {what}: refused by the {who}"
+            chats = counted(self.refused, "chat")
+            if spec.writer == "given":
+                yield f"{chats} left out: refused by the {who}"
+            else:
+                yield f"{chats} left out or ended early: refused by the {who}"
 
 
 @dataclass(frozen=True)
