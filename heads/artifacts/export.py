@@ -17,12 +17,10 @@ written into a copy of its target's checkpoint, which engines and `--drafter mtp
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..core import ArtifactError
@@ -31,10 +29,10 @@ from ..drafter import Drafter
 from ..families import FAMILIES, family, with_article
 from ..parts.published.checkpoint import TargetModule
 from .engines import FORMATS, TOKEN_MAP, serve_line
-from .files import CONFIG, check_is_free, read_json
+from .files import CONFIG, check_is_free, read_json, write_json
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
-from .target_files import in_folder, write_with_module
+from .target_files import in_folder, save_tensors, write_with_module
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 
@@ -90,8 +88,9 @@ def export_drafter(
         )
     check_is_free(folder)
     with new_folder(folder, "the export") as new:
+        _write(drafter, form, new, tokenizer)
         coarsest = torch.finfo(drafter.dtype).eps
-        if _write(drafter, form, new, tokenizer):
+        if is_copy_of_target(name, form):
             kind: Any = type(drafter)
             again = kind.of_target(in_folder(drafter.target, new)).to(drafter.dtype)
             coarsest = max(coarsest, torch.finfo(drafter.target.dtype).eps)  # as it is written
@@ -112,8 +111,7 @@ def export_drafter(
 
 def _write(
     drafter: Any, form: str, folder: Path, tokenizer: PreTrainedTokenizerBase | None
-) -> bool:
-    """Write a drafter; returns whether it is in a copy of its target's files."""
+) -> None:
     if drafter.saved_as_language_model:
         if drafter.config.feature_layers:
             raise ArtifactError(
@@ -127,22 +125,19 @@ def _write(
                 "export the drafter that it was trimmed from."
             )
         drafter.save_pretrained(folder)
-        config = with_older_names(read_json(folder / CONFIG))
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG, with_older_names(read_json(folder / CONFIG)))
         drafter.model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        return False
+        return
     written = drafter.exports[form](drafter)
     if isinstance(written, TargetModule):
         write_with_module(drafter.target, written, folder)
-        return True
-    tensors = {name: tensor.contiguous().clone() for name, tensor in written.tensors.items()}
-    save_file(tensors, folder / written.file, metadata={"format": "pt"})
+        return
+    save_tensors(written.tensors, folder / written.file)
     if written.token_map:
         torch.save(list(written.token_map), folder / TOKEN_MAP)
-    (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
-    return False
+    write_json(folder / CONFIG, written.config)
 
 
 def with_older_names(config: dict[str, Any]) -> dict[str, Any]:

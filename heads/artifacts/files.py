@@ -112,6 +112,11 @@ def read_json(path: Path) -> Any:
     return data
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a config as those of models are written, with a line for each key."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def check_settings(folder: Path, config: Any, allowed: Sequence[str] = ()) -> None:
     """An ArtifactError where a drafter's config, at any depth, can load other code or files.
 

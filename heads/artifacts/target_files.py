@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -19,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..core import ArtifactError
 from ..parts.published.checkpoint import TargetModule
-from .files import CONFIG, MODEL_FILES, read_json
+from .files import CONFIG, MODEL_FILES, read_json, write_json
 
 
 def write_with_module(target: PreTrainedModel, module: TargetModule, folder: Path) -> None:
@@ -47,7 +46,7 @@ def write_with_module(target: PreTrainedModel, module: TargetModule, folder: Pat
             shutil.copyfile(path, folder / path.name)
     config = read_json(folder / CONFIG)
     config.get("text_config", config).update(module.settings)
-    _write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config)
 
     places: dict[str, str] = {}
     parts = [source / file for file in files]
@@ -55,10 +54,10 @@ def write_with_module(target: PreTrainedModel, module: TargetModule, folder: Pat
         new = folder / f"model-{number:05}-of-{len(parts) + 1:05}.safetensors"
         places |= dict.fromkeys(_copy_without(module.prefix, old, new), new.name)
     new = folder / f"model-{len(parts) + 1:05}-of-{len(parts) + 1:05}.safetensors"
-    places |= dict.fromkeys(_save(module.tensors, new), new.name)
+    places |= dict.fromkeys(save_tensors(module.tensors, new), new.name)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     index = {"metadata": {"total_size": size}, "weight_map": places}
-    _write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
+    write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 
 def in_folder(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -96,17 +95,14 @@ def _copy_without(prefix: str, old: Path, new: Path) -> list[str]:
         names: list[str] = list(file.keys())
         kept = [name for name in names if not name.startswith(prefix)]
         if kept != names:
-            return _save({name: file.get_tensor(name) for name in kept}, new)
+            return save_tensors({name: file.get_tensor(name) for name in kept}, new)
     shutil.copyfile(old, new)
     return kept
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> list[str]:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Write tensors, which may share memory, unless there are none; returns their names."""
     if tensors:
         own = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(own, path, {"format": "pt"})
     return list(tensors)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

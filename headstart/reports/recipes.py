@@ -58,14 +58,15 @@ def describe_recipes(chosen: Sequence[str], estimated: bool = True) -> dict[str,
         if chosen[0] not in parts:
             return found
     for name in chosen:
-        if name not in parts and name in whole:
+        if name in parts:
+            continue
+        if name in whole:
             raise UsageError(
                 f"{name!r} is a whole recipe and no part of others; give it alone, or some of "
                 f"{', '.join(parts)}"
             )
-        if name not in parts:
-            near = nearest(name, [*parts, *whole])
-            raise UsageError(f"no part {name!r}{near}; expected some of {', '.join(parts)}")
+        near = nearest(name, [*parts, *whole])
+        raise UsageError(f"no part {name!r}{near}; expected some of {', '.join(parts)}")
     if estimated:
         names = [name for name in shipped_combinations() if {*chosen} <= {*name.split("+")}]
         found["estimates"] = _estimates(names)

@@ -108,8 +108,8 @@ def inspect_run(recipe: Recipe) -> Inspection:
     length = recipe.distill.row_tokens
     if recipe.distill.writer == "given":  # as long as the corpus' own texts
         length = min(len(some[0]), recipe.distill.max_length or plan.context or len(some[0]))
-    some = [documents["train"][i] for i in range(min(len(documents["train"]), LOOKED_AT))]
-    each = per_document(recipe.distill, tokenizer, some, recipe.chat, plan.context)
+    first = [documents["train"][i] for i in range(min(len(documents["train"]), LOOKED_AT))]
+    each = per_document(recipe.distill, tokenizer, first, recipe.chat, plan.context)
     _try_training(recipe, target, texts, length, each, found)
     return found
 
