@@ -48,12 +48,14 @@ def tree_run(
     shape: Topology | None = None,
     run: Callable[..., Any] | None = None,
     levels: int | None = None,
+    lines: Tensor | None = None,
 ) -> Any:
     """Run the last N of G tree nodes a row on the cached prefix and the others: the model's output.
 
     Args:
         inputs: what the model reads, by its own name: [B, N] `input_ids`, or `inputs_embeds`.
-        lengths, ancestors: see `tree_mask`; the latter perhaps by the layers' window.
+        lengths, ancestors: see `tree_mask`; the latter perhaps as integers, or by the layers'
+            window.
         positions: [B, G] int64, each node's position: `lengths` + its depth.
         live: slots to attend to, at least the longest row's length + G.
         seen: given where all rows have this length. Lone roots then need no mask, and the model
@@ -61,11 +63,14 @@ def tree_run(
         shape: what `ancestors` belong to, where it is at hand.
         run: the model, compiled, where it is given no cache; as it is when None.
         levels: how many of a node's ancestors are among the N at most, where it is known.
+        lines: [B, G, 2 + G] int32, what `pack_tree` makes of the tree without a window, where it is
+            at hand.
     """
     nodes = positions.shape[1]
     first = nodes - next(iter(inputs.values())).shape[1]
     if slab.recurrent is not None:
         assert isinstance(ancestors, Tensor)
+        ancestors = ancestors.bool()
         parents = parents_of(ancestors, positions) if shape is None else shape.parents
         deepest = nodes - 1 if shape is None else shape.max_depth
         levels = deepest if levels is None else levels
@@ -79,17 +84,20 @@ def tree_run(
         if seen is not None:
             slab.set_slots(range(seen + first, seen + nodes), live)
         else:
-            numbers = torch.arange(first, nodes, device=lengths.device)
+            alone = nodes - first == 1
+            numbers = first if alone else torch.arange(first, nodes, device=lengths.device)
             slab.set_slots(lengths.unsqueeze(1) + numbers, live)
 
         def mask(window: int | None) -> Tensor:
             own = ancestors if isinstance(ancestors, Tensor) else ancestors[window]
             if seen is not None and shape is not None and shape.children is not None:
                 return masks.shifted_mask(shape, slab, seen, live, window)
-            if windows.tree:
-                whole = pack_tree(lengths, positions, own, window)  # [B, 1, G, 2 + G]
+            if windows.tree and window is None and lines is not None:
+                whole = lines.unsqueeze(1)  # [B, 1, G, 2 + G]
+            elif windows.tree:
+                whole = pack_tree(lengths, positions, own, window)
             else:
-                whole = masks.tree_mask(lengths, positions, own, live, slab.dtype, window)
+                whole = masks.tree_mask(lengths, positions, own.bool(), live, slab.dtype, window)
             return whole[:, :, first:] if first else whole  # [B, 1, N, …]
 
         found: Any = windows.masks(mask)

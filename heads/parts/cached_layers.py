@@ -39,13 +39,12 @@ class DraftCache:
     """The cache of one request: slot s of the committed text holds the keys and values of position
     s, and the slots after it those of the G nodes grown in this round."""
 
-    scratch: ClassVar = ("ancestors", "depth", "hidden")
+    scratch: ClassVar = ("lines", "hidden")
 
     slab: SlabCache
     lengths: Tensor  # [B] committed tokens
     longest: int = 0  # a bound on any row's committed tokens, the root included, on the host
-    ancestors: Tensor = field(init=False)  # [B, G, G] bool, of the nodes
-    depth: Tensor = field(init=False)  # [B, G], theirs
+    lines: Tensor = field(init=False)  # [B, 1 + G, 2 + G] of `pack_tree`, the root's first
     hidden: Tensor = field(init=False)  # [B, 1 + G, D], states that EAGLE keeps, the root's first
 
     def reserve(self, slots: int) -> int:
@@ -138,45 +137,44 @@ class CachedLayers:
             seen = later | (steps < rows)  # [B, A], what those ahead may see
             ancestors = ancestors & (seen.unsqueeze(1) | ~later.unsqueeze(1))
             depth = torch.where(later, depth - (len(steps) - ahead) + rows, depth)
-        found = self._run(state, inputs, depth, ancestors, len(steps) - 1)
+        positions = state.lengths.unsqueeze(1) + depth - 1
+        found = self._run(state, inputs, positions, ancestors, len(steps) - 1)
         if state.slab.recurrent is not None:
             state.slab.recurrent.commit(count - 1)
         state.lengths = state.lengths + count
-        state.ancestors, state.depth = ancestors[:, :0, :0], depth[:, :0]
+        state.lines = pad(state.lengths.int().view(-1, 1, 1), (1, 0))  # the root sees the text
         return found
 
     def extend(self, state: DraftCache, parent: Tensor, **inputs: Tensor) -> Any:
         """Run W new nodes of the tree; `parent` [B, W] as in `Drafter.extend`."""
-        width, grown = parent.shape[1], state.depth.shape[1]
-        above = pad(state.ancestors, (0, 0, 1, 0))  # entry 0 is the root, which has none here
-        above = above.gather(1, (parent + 1).unsqueeze(-1).expand(-1, -1, grown))  # [B, W, G]
-        own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(len(parent), -1, -1)
-        state.ancestors = torch.cat(
-            [pad(state.ancestors, (0, width)), torch.cat([above, own], 2)], 1
-        )  # [B, G+W, G+W]
-        depth = pad(state.depth, (1, 0)).gather(1, parent + 1) + 1  # [B, W]
-        state.depth = torch.cat([state.depth, depth], 1)
-        return self._run(state, inputs, state.depth, state.ancestors, 0)
+        width, seen = parent.shape[1], state.lines.shape[2]
+        above = state.lines.gather(1, (parent + 1).unsqueeze(-1).expand(-1, -1, seen))
+        state.lines = pad(torch.cat([state.lines, above], 1), (0, width))
+        state.lines[:, -width:, -width:].diagonal(dim1=1, dim2=2).fill_(1)  # each sees itself
+        lines = state.lines[:, 1:]  # [B, G + W, 2 + G + W]
+        positions = lines.sum(-1) - 1  # a line's sum is 0, its row's length and the node's depth
+        return self._run(state, inputs, positions, lines[..., 2:], 0, lines)
 
     def _run(
         self,
         state: DraftCache,
         inputs: dict[str, Tensor],
-        depth: Tensor,
+        positions: Tensor,
         ancestors: Tensor | Mapping[int | None, Tensor],
         levels: int | None = None,
+        lines: Tensor | None = None,
     ) -> Any:
-        """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first.
+        """Run the last W of G nodes after the committed text.
 
         Args:
+            positions: [B, G], the first node's is its row's length.
             ancestors: [B, G, G], or that by the layers' window.
-            levels: see `tree_run`.
+            levels, lines: see `tree_run`.
         """
-        setup, lengths = self.forward_setup, state.lengths
-        live = state.reserve(state.longest + depth.shape[1])
+        setup = self.forward_setup
+        live = state.reserve(state.longest + positions.shape[1])
         if setup.windows.tree:
             live = state.slab.capacity  # lengths are read on the device
-        positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
         if setup.limit is not None:
             # Drafts past the limit are of no use; their positions must only be valid ones.
             positions = positions.clamp(max=setup.limit.positions - 1)
@@ -186,11 +184,12 @@ class CachedLayers:
                 state.slab,
                 setup.windows,
                 inputs,
-                lengths,
+                state.lengths,
                 positions,
                 ancestors,
                 live,
                 levels=levels,
+                lines=lines,
             )
 
     @property

@@ -74,8 +74,8 @@ class ContextLayers(CachedLayers):
             window: (ahead < (1 if causal(window) else window or places)).expand(batch, -1, -1)
             for window in self.forward_setup.windows.all
         }
-        depth = (place + 1).expand(batch, -1)
-        return self._run(state, {"inputs_embeds": block}, depth, seen).last_hidden_state
+        positions = state.lengths.unsqueeze(1) + place  # [B, W]
+        return self._run(state, {"inputs_embeds": block}, positions, seen).last_hidden_state
 
     def _write(self, state: DraftCache, context: Tensor, positions: Tensor) -> None:
         for number, (keys, values) in enumerate(text_keys(self.model, context, positions)):
