@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +37,7 @@ from headstart.heads.core import tree_attention
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 
-from . import rule_launches
+from . import drafter_launches, rule_launches
 from .gpu.shapes import SHAPES, random_target
 
 _FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
@@ -247,6 +248,9 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
                  lambda: fused_kernels.add_norm(some, some, states(hidden), 1e-5)),
         "queries, keys and values": (product_kernels, ["_three"],
                  lambda: product_kernels.three_layers(some, three, [])),
+        "cosines and sines": (fused_kernels, ["_angles"],
+                 lambda: fused_kernels.angles(
+                     slots.view(1, -1), torch.ones(size // 2), 1.0, torch.bfloat16)),
         "rotary and cache write": (fused_kernels, ["_turn"],
                  lambda: fused_kernels.rotate(
                      query, key, angle, angle, (cached, cached, slots, key))),
@@ -296,6 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"| {nodes} | {'fused' if fused else 'as they are'} | {launches} | "
                 f"{one.launches - launches} | {size:.2f} | {one.bytes / 1e6 - size:.2f} |"
             )
+    print("\n| drafter of one layer | nodes of a level | launches |\n|---|---|---|")
+    for family, width in product(drafter_launches.FAMILIES, (1, 8)):
+        counted, _ = drafter_launches.count_level(family, width, Counts, as_on_a_gpu)
+        print(f"| {family} | {width} | {counted.launches} |")
     print("\n| sampling | without kernels | with |\n|---|---|---|")
     for name, apart, together in rule_launches.rows(chosen.vocabulary, Counts):
         print(f"| {name} | {apart.launches} | {together.launches} |")

@@ -2,14 +2,15 @@
 
 A plain token of a Llama launches some forty kernels a layer, most of which do little more than read
 what the last one wrote. Norms are one operator each here, with the sums before them where a layer
-is as Llama's, see `fused_norms`; and so are the rotary embedding with the write to the cache, see
-`fused_writes`, and layers that read the same states, see `fused_products`: those of queries, keys
-and values, and those of a gated product. Attention stays what it is. No
-model code is changed: modules and functions are found by what they look like, and each is replaced
-only where a trial on random numbers shows that it does the same. On CUDA they are the kernels of
-`fused_kernels`; on a CPU fewer of torch's own operators, called as they are, since each call costs
-microseconds; elsewhere, and in float64, those that transformers applies, in its order. While torch
-compiles a forward, only the products are ours, and it makes kernels of the rest itself.
+is as Llama's, see `fused_norms`; and so are the cosines and sines of a rotary embedding, see
+`fused_angles`, the rotary embedding with the write to the cache, see `fused_writes`, and layers
+that read the same states, see `fused_products`: those of queries, keys and values, and those of a
+gated product. Attention stays what it is. No model code is changed: modules and functions are found
+by what they look like, and each is replaced only where a trial on random numbers shows that it does
+the same. On CUDA they are the kernels of `fused_kernels`; on a CPU fewer of torch's own operators,
+called as they are, since each call costs microseconds; elsewhere, and in float64, those that
+transformers applies, in its order. While torch compiles a forward, only the products are ours, and
+it makes kernels of the rest itself.
 """
 
 import functools
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from . import cpu_kernels
 from .errors import MALFORMED
+from .fused_angles import angles_of, is_rotary, replaces
 from .fused_norms import LAYER_NORMS, Sums, eps_of, is_as_llamas, rms_norm, run_layer
 from .fused_products import (
     MOST_ROWS,
@@ -96,6 +98,7 @@ class FusedLayers:
         with torch.no_grad():
             for module in model.modules():
                 self._take(module)
+                self._take_angles(module)
                 self._take_projections(module)
                 for name in _ALONE:
                     self._take_alone(name, getattr(module, name, None))
@@ -136,6 +139,16 @@ class FusedLayers:
                 fused = functools.partial(fused, most=self.rows["gated layers"])
             module.forward = functools.partial(_either, module, fused)
         self.found[kind] += 1
+
+    def _take_angles(self, module: nn.Module) -> None:
+        own = vars(module).get("forward")
+        if own is None:
+            if not is_rotary(module):
+                return
+            module.forward = functools.partial(_angles, module)
+        elif getattr(own, "func", None) is not _angles:
+            return
+        self.found["angles"] = self.found.get("angles", 0) + 1
 
     def _take_layers(self, model: Any) -> None:
         """The decoder layers that a module has in a row, with the norms that come after them."""
@@ -346,6 +359,16 @@ def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **optio
     if _now.depth and len(args) == 1 and not options:
         return fused(module, args[0])
     return type(module).forward(module, *args, **options)
+
+
+def _angles(
+    module: Any, x: Any, position_ids: Any = None, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Of a rotary embedding, whose arguments have these names in transformers."""
+    ours = _now.depth and not (torch.compiler.is_compiling() or rest or options)
+    if ours and replaces(module, x, position_ids) and not _directly(x):
+        return angles_of(module, x, position_ids)
+    return type(module).forward(module, x, position_ids, *rest, **options)
 
 
 def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:

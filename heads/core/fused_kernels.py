@@ -1,4 +1,4 @@
-"""The Triton kernels of `fused`, `fused_norms` and `fused_writes`, one launch each.
+"""The Triton kernels of `fused`, `fused_norms`, `fused_angles` and `fused_writes`, one launch each.
 
 Those modules define what they compute. All of them compute in float32 and round once. Last
 dimensions are contiguous.
@@ -55,6 +55,25 @@ def _gated(gate, up, out, count, BLOCK: tl.constexpr):
     right = tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
     found = left * tl.sigmoid(left) * right
     tl.store(out + at, found.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["nodes", "p_row"])
+def _angles(
+    positions, frequencies, scaling, cos, sin, nodes, half, p_row, p_node, HALF: tl.constexpr
+):  # fmt: skip
+    """Those of one token."""
+    token, along = tl.program_id(0), tl.arange(0, HALF)
+    row, node = (token // nodes).to(tl.int64), (token % nodes).to(tl.int64)
+    ok = along < half
+    position = tl.load(positions + row * p_row + node * p_node).to(tl.float32)
+    angle = position * tl.load(frequencies + along, mask=ok, other=0.0).to(tl.float32)
+    one = (tl.cos(angle) * scaling).to(cos.dtype.element_ty)
+    other = (tl.sin(angle) * scaling).to(sin.dtype.element_ty)
+    at = token.to(tl.int64) * 2 * half + along
+    tl.store(cos + at, one, mask=ok)
+    tl.store(cos + at + half, one, mask=ok)
+    tl.store(sin + at, other, mask=ok)
+    tl.store(sin + at + half, other, mask=ok)
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -144,6 +163,21 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         programs = triton.cdiv(gate.numel(), _ELEMENTS)
         kernel[(programs,)](gate, up, out, gate.numel(), BLOCK=_ELEMENTS)
     return out
+
+
+def angles(
+    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `fused_angles.angles`."""
+    kernel: Any = _angles
+    (batch, nodes), half = positions.shape, len(frequencies)
+    cos, sin = (positions.new_empty(batch, nodes, 2 * half, dtype=dtype) for _ in range(2))
+    with launching_on(positions):
+        kernel[(batch * nodes,)](
+            positions, frequencies, scaling, cos, sin, nodes, half, *positions.stride(),
+            HALF=triton.next_power_of_2(half),
+        )  # fmt: skip
+    return cos, sin
 
 
 def rotate(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.drafter_launches import FAMILIES, count_level
 from benchmarks.launches import Counts, as_on_a_gpu, count_forward, kernel_launches, recorded
 from headstart.infer.target import Target
 from tests.support.families import target
@@ -37,9 +38,18 @@ def test_a_plain_token_takes_fewer_launches(dtype: torch.dtype) -> None:
     layers = model.config.num_hidden_layers
     assert fewer.launches <= 0.6 * plain.launches
     # In each layer: of two sums with norms 16, of rotary and the write 11, of queries, keys and
-    # values 2, and of the gated product 3. And 7 of the first norm, which comes after no sum.
-    assert plain.launches - fewer.launches == 32 * layers + 7
+    # values 2, and of the gated product 3. And 7 of the first norm, which comes after no sum, and
+    # 9 of cosines and sines.
+    assert plain.launches - fewer.launches == 32 * layers + 7 + 9
     assert fewer.bytes < plain.bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_level_of_a_drafter_takes_few_launches(family: str, width: int) -> None:
+    counted, layers = count_level(family, width, Counts, as_on_a_gpu)
+    assert layers == 1
+    assert counted.launches == {"draft_model": 24, "eagle": 29}[family] + (width > 1)
 
 
 @without_triton
@@ -105,7 +115,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that they do compile
     launches = kernel_launches(1, 100)
-    assert len(launches) == 20
+    assert len(launches) == 21
     for dtype in (torch.bfloat16, torch.float64):
         scores = torch.empty(2, 300, dtype=dtype)
         found = recorded(

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from headstart.heads import TokenTree, UnsupportedTarget
-from headstart.heads.core import FusedLayers, fused, fused_norms, fused_products, fused_writes
+from headstart.heads.core import (
+    FusedLayers,
+    fused,
+    fused_angles,
+    fused_norms,
+    fused_products,
+    fused_writes,
+)
 from headstart.heads.core.cache import SlabCache
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator
@@ -246,6 +253,14 @@ def worst() -> dict[str, float]:
     found["add and norm"] = torch.stack([(a - b).abs().max() for a, b in pairs])
     gate, up = torch.randn(2, 3, 700), torch.randn(2, 3, 700)
     found["gated"] = kernels.gated(gate, up) - fused.gated(gate, up)
+    frequencies, positions = 1e4 ** -torch.linspace(0, 1, 12), torch.tensor([[0, 5, 4096, 131_071]])
+    for at in (positions[:, 1:], positions.expand(2, -1)):
+        pairs = zip(
+            kernels.angles(at, frequencies, 1.25, torch.float32),
+            fused_angles.angles(at, frequencies, 1.25, states),
+            strict=True,
+        )
+        found[f"angles {at.numel()}"] = torch.stack([(a - b).abs().max() for a, b in pairs])
     query, key = (torch.randn(2, 3, heads, 24).transpose(1, 2) for heads in (4, 2))
     angles = torch.randn(2, 1, 3, 24)
     for rows in (2, 1):
@@ -302,7 +317,7 @@ def worst() -> dict[str, float]:
 @without_triton
 def test_kernels_in_the_interpreter() -> None:
     off = run_interpreted(__name__)
-    assert len(off) == 22 and all(each <= 3e-5 for each in off.values()), off
+    assert len(off) == 24 and all(each <= 3e-5 for each in off.values()), off
 
 
 if __name__ == "__main__":
