@@ -283,8 +283,9 @@ def run_instead(module: nn.Module, run: Callable[..., Any]) -> None:
 
 
 def _runs_whole(layer: nn.Module) -> bool:
-    run = getattr(vars(layer).get("forward"), "args", (None, None))[1]
-    return isinstance(getattr(run, "__self__", None), WholeLayers)
+    own: Any = vars(layer).get("forward")
+    runs = getattr(own, "func", None) is _either
+    return runs and isinstance(getattr(own.args[1], "__self__", None), WholeLayers)
 
 
 def _either(module: nn.Module, run: Callable[..., Any], *states: Any, **options: Any) -> Any:
