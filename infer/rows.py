@@ -130,9 +130,11 @@ class Rows:
         special = self.special[tokens]
         if self.ended:  # what those rows draw is nobody's
             count, special = np.where(self._going, nodes, 0), special & self._going[:, None]
-        cut = met is not None or self.free <= steps or bool(special.any())
-        if cut:
+        cut = met is not None or bool(special.any())
+        if cut or self.free <= steps:
+            going = self._going
             count = self._cut(nodes, tokens, met)
+            cut = cut or self.free <= 0 or not np.array_equal(going, self._going)
             last = tokens[np.arange(len(count)), count - 1]
             self._roots = np.where(count > 0, last, self._roots)
         else:
