@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headstart.heads import DrafterGroup, group
 from headstart.heads.core import tree_attention
-from headstart.heads.parts import cached_layers
 
 from .gpu.shapes import SHAPES, random_drafter, random_target
 
@@ -37,16 +37,16 @@ def count_level(
     """
     target: PreTrainedModel = random_target(SHAPES["toy"], torch.device("cpu"), torch.float32)
     tokens = torch.arange(12).view(1, -1)
-    with gpu(), mock.patch.object(cached_layers, "has_kernels_for", lambda model: True):
+    with gpu(), mock.patch.object(group, "has_kernels_for", lambda model: True):
         drafter: Any = random_drafter(family, target)
         layers, counted = drafter._layers, counts()
         setup = layers.forward_setup
         layers._forward_setup = setup._replace(windows=replace(setup.windows, tree=True))
-        state = drafter.start(1, 64)
+        (member,), state = DrafterGroup.of(drafter).members, drafter.start(1, 64)
         features = torch.randn(1, 12, target.config.hidden_size)
         drafter.prefill(state, features, tokens, torch.tensor([12]))
         drafter.reserve(state, 16, 2 * width)
-        drafter.begin(state, features[:, :1], tokens[:, :1], torch.tensor([1]))
+        member.begin([state], features[:, :1], tokens[:, :1], torch.tensor([1]))
         parents = torch.full((1, width), -1)
         true = tree_attention.tree_attention
 
@@ -55,7 +55,7 @@ def count_level(
                 return true(query, *given)
 
         with mock.patch.object(tree_attention, "tree_attention", attend):
-            drafter.extend(state, tokens[:, :width], parents)
+            member.extend([state], tokens[:, :width], parents)
             with counted:
-                drafter.extend(state, tokens[:, :width], parents + 1)
+                member.extend([state], tokens[:, :width], parents + 1)
     return counted, len(setup.shapes)

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from headstart.heads import TokenTree
 from headstart.heads.core import fused as fused_layers
-from headstart.heads.core import tree_attention
+from headstart.heads.core import tree_attention, tree_lines
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 
@@ -96,9 +96,13 @@ def _size(tensor: Tensor) -> int:
     return count * tensor.itemsize
 
 
-def as_on_a_gpu() -> Any:
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
     """A context in which layers are fused, and run, by operators of our own, as on a GPU."""
-    return mock.patch.object(fused_layers, "_directly", lambda states: False)
+    with ExitStack() as patches:
+        for module in (fused_layers, tree_lines):
+            patches.enter_context(mock.patch.object(module, "_directly", lambda states: False))
+        yield
 
 
 @torch.no_grad()
@@ -258,8 +262,10 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
                  lambda: kernels.split_attention(query, slab, slab, packed, 0.1)),
         "gated layers": (product_kernels, ["_gated"],
                  lambda: product_kernels.gated_layers(some, [states(inner, hidden)] * 2, [])),
-        "one layer of one row": (product_kernels, ["_alone"],
-                 lambda: product_kernels.one_layer(some[:, :1], three[:1], [])),
+        "one layer": (product_kernels, ["_one"],
+                 lambda: product_kernels.one_layer(some, three[:1], [])),
+        "output layer": (product_kernels, ["_one"],
+                 lambda: product_kernels.one_layer(some, [states(vocabulary, hidden)], [])),
         "gated product": (fused_kernels, ["_gated"],
                  lambda: fused_kernels.gated(gate, gate)),
     }  # fmt: skip

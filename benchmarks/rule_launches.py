@@ -109,6 +109,7 @@ def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[s
     left, rest = torch.empty(2, 1, nodes, vocabulary), torch.empty(1, nodes, vocabulary)
     weights, ids = torch.empty(1, nodes), torch.empty(1, nodes, dtype=torch.int64)
     valid = torch.empty(1, nodes, dtype=torch.bool)
+    lines = torch.empty(1, 1 + nodes, 2 + nodes, dtype=torch.int32)
     found, logs = torch.empty(1, 8, 8, dtype=torch.int64), torch.empty(1, 8, 8, dtype=torch.float64)
     ranked = torch.empty(1, 8 * nodes, dtype=torch.float64), torch.empty(1, 8 * nodes).long()
     noisy = scores.unsqueeze(0), torch.empty(1, dtype=torch.int64), ids
@@ -120,6 +121,10 @@ def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[s
         "final beams of a search": (search_kernels, ["_ends"],
                   lambda: search_kernels.ends(found, logs)),
         "shape of a tree": (tree_kernels, ["_shape"], lambda: tree_kernels.shape(ids, 7)),
+        "lines of a tree": (tree_kernels, ["_pack"],
+                  lambda: tree_kernels.pack(ids[:, 0], ids, ids.expand(1, nodes, nodes), None)),
+        "lines of a level": (tree_kernels, ["_grow"],
+                  lambda: tree_kernels.grow(lines, ids)),
         "best tokens": (best_kernels, ["_part", "_merge"],
                   lambda: best_kernels.best_of(scores, 10, logs=True)),
         "noise": (noise_kernels, ["_add"],

@@ -10,14 +10,21 @@ each drafter is given its own columns:
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .core import OptionError
+from .core import FusedLayers, OptionError, has_kernels_for
 from .drafter import Drafter, Step
+
+
+def fused_layers(drafter: Drafter) -> AbstractContextManager[Any]:
+    """A context in which a drafter on a GPU decodes with fused layers; it may be entered again."""
+    # Each kernel is tried by itself; were one to be off all the same, only drafts would be.
+    return FusedLayers(drafter) if has_kernels_for(drafter) else nullcontext()
 
 
 class GroupMember:
@@ -32,12 +39,15 @@ class GroupMember:
         self._layers, self._captured = list(layers), captured
         self._first = min(layers, default=0)
         self._in_order = self._layers == [self._first + i for i in range(len(layers))]
+        self._fused = fused_layers(drafter)
 
     def begin(self, states: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        return self.drafter.begin(states[self.number], self.own(features), tokens, count)
+        with self._fused:
+            return self.drafter.begin(states[self.number], self.own(features), tokens, count)
 
     def extend(self, states: list[Any], tokens: Tensor, parent: Tensor) -> Step:
-        return self.drafter.extend(states[self.number], tokens, parent)
+        with self._fused:
+            return self.drafter.extend(states[self.number], tokens, parent)
 
     def own(self, features: Tensor) -> Tensor:
         """Its own of the features [B, A, F]: a view where its layers stand side by side."""

@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.heads.core import ancestor_mask, in_steps, tree_mask
 from headstart.heads.core.cache import no_kernel
-from headstart.heads.core.tree_attention import pack_tree, plain_attention
+from headstart.heads.core.tree_attention import plain_attention
+from headstart.heads.core.tree_lines import pack_tree
 
 Run = Callable[[], Tensor]
 

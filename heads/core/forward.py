@@ -21,7 +21,8 @@ from .masks import AttentionWindows
 from .packing import runs_packed
 from .recurrent import TreeRun, parents_of
 from .tree import Topology
-from .tree_attention import pack_tree, tree_attention_on
+from .tree_attention import tree_attention_on
+from .tree_lines import pack_tree
 
 
 def tree_forward(

@@ -44,7 +44,7 @@ from .trial import nearly_equal, random_numbers
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
-_ALONE = ("o_proj", "down_proj")  # layers whose states nothing else reads
+_TOGETHER = {*_PROJECTIONS, "gate_proj", "up_proj"}  # layers that read the same states
 
 
 class _Forward(threading.local):
@@ -100,8 +100,9 @@ class FusedLayers:
                 self._take(module)
                 self._take_angles(module)
                 self._take_projections(module)
-                for name in _ALONE:
-                    self._take_alone(name, getattr(module, name, None))
+                for name, layer in module.named_children():
+                    if name not in _TOGETHER:
+                        self._take_alone(layer)
             for module in model.modules():
                 self._take_layers(module)
             self._take_rotary(model)
@@ -195,21 +196,20 @@ class FusedLayers:
                 each.forward = functools.partial(_of_three, each, three, most, layer)
         self.found["projections"] += 1
 
-    def _take_alone(self, name: str, layer: Any) -> None:
-        """A layer of which one row is computed by a kernel, on a GPU where that is faster."""
-        if layer is None or not alike([layer]) or not has_kernels(layer.weight):
+    def _take_alone(self, layer: Any) -> None:
+        """A layer that no other reads the states of, on a GPU where a kernel of ours is faster."""
+        if not alike([layer]) or not has_kernels(layer.weight):
             return
         own = vars(layer).get("forward")
         if own is not None and getattr(own, "func", None) is not _either:
             return
         if own is None:
-            states = random_numbers(1, layer.weight.shape[1], dtype=layer.weight.dtype)
-            states, ours = states.to(layer.weight.device), functools.partial(_layer_alone, layer)
-            if not nearly_equal(layer(states), ours(states)):
+            most = self._time(" x ".join(map(str, layer.weight.shape)), lambda: _rows_alone(layer))
+            if not most:
                 return
-            if not self._time(name, lambda: rows_together(ours, layer, states, (1,))):
-                return
-            layer.forward = functools.partial(_either, layer, _layer_alone)
+            layer.forward = functools.partial(
+                _either, layer, functools.partial(_layer_alone, most=most)
+            )
         self.found["layers alone"] = self.found.get("layers alone", 0) + 1
 
     def _time(self, kind: str, found: Callable[[], int]) -> int:
@@ -297,10 +297,18 @@ def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
     return module.down_proj(F.silu(gate).mul_(up) if _directly(gate) else gated(gate, up))
 
 
-def _layer_alone(module: Any, states: Tensor) -> Tensor:
-    if not _has_kernel([module], states, 1):
+def _layer_alone(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
+    if not _has_kernel([module], states, most):
         return type(module).forward(module, states)
-    return one_layer(states, *weights([module]))
+    return one_layer(states, *weights([module]), most)
+
+
+def _rows_alone(layer: Any) -> int:
+    states = random_numbers(3, layer.weight.shape[1], dtype=layer.weight.dtype)
+    states, ours = states.to(layer.weight.device), functools.partial(_layer_alone, layer)
+    if not nearly_equal(layer(states), ours(states)):
+        return 0
+    return rows_together(ours, layer, states[:1])
 
 
 def _has_kernel(layers: Sequence[Any], states: Tensor, most: int) -> bool:

@@ -63,10 +63,9 @@ def _shapes_of_three(states: Tensor, weights: list[Tensor], *rest: Any) -> tuple
 
 
 @torch.library.custom_op("headstart::one_layer", mutates_args=())
-def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """What a linear layer makes of states [..., D]; weight and bias as of `three_layers`. One row
-    is left to the kernel."""
-    if (kernels := _kernels(states, 1)) is not None:
+def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int) -> Tensor:
+    """What a linear layer makes of states [..., D]; arguments as of `three_layers`."""
+    if (kernels := _kernels(states, most)) is not None:
         return kernels.one_layer(states, weights, biases)
     return _each(states, weights, biases)[0]
 

@@ -7,13 +7,13 @@ weights is needed. `fused_products` defines what they compute. Sums are taken in
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from .kernels import launching_on
+from .kernels import launching_on, shared_memory
 
 
 @triton.jit
@@ -49,33 +49,47 @@ def _sums_of_one(
 
 @triton.jit
 def _sum(
-    states, weight, row, ok_row, column, ok_column, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    states, weight, row, ok_row, column, ok_column, width, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """states [ROWS, width] times the columns of a weight [outputs, width]: [ROWS, COLUMNS]."""
+    """states [ROWS, width] times the columns of a weight [outputs, width]: [ROWS, COLUMNS].
+
+    ACROSS computes the transpose, for matrix units that take many rows and few columns.
+    """
     along = tl.arange(0, DEPTH)
-    left = states + row[:, None] * width + along[None, :]
-    right = weight + column[None, :] * width + along[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if ACROSS:
+        left = weight + column[:, None] * width + along[None, :]
+        right = states + row[None, :] * width + along[:, None]
+        ok_left, ok_right = ok_column[:, None], ok_row[None, :]
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        left = states + row[:, None] * width + along[None, :]
+        right = weight + column[None, :] * width + along[:, None]
+        ok_left, ok_right = ok_row[:, None], ok_column[None, :]
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, width, DEPTH):
-        if EVEN:
-            some = tl.load(left, mask=ok_row[:, None], other=0.0)
-            factor = tl.load(right)
+        if EVEN:  # rows alone may be fewer
+            if ACROSS:
+                first = tl.load(left)
+                second = tl.load(right, mask=ok_right, other=0.0)
+            else:
+                first = tl.load(left, mask=ok_left, other=0.0)
+                second = tl.load(right)
         else:
             ok = start + along < width
-            some = tl.load(left, mask=ok_row[:, None] & ok[None, :], other=0.0)
-            factor = tl.load(right, mask=ok[:, None] & ok_column[None, :], other=0.0)
-        total = tl.dot(some, factor, total, input_precision="ieee")
+            first = tl.load(left, mask=ok_left & ok[None, :], other=0.0)
+            second = tl.load(right, mask=ok[:, None] & ok_right, other=0.0)
+        total = tl.dot(first, second, total, input_precision="ieee")
         left += DEPTH
         right += DEPTH
-    return total
+    return tl.trans(total) if ACROSS else total
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _three(
     states, one, two, three, out_one, out_two, out_three, bias_one, bias_two, bias_three,
-    rows, width, size_one, size_two, size_three, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    rows, width, size_one, size_two, size_three, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one of three layers, for all rows."""
     tile = tl.program_id(0)
@@ -96,7 +110,9 @@ def _three(
             False,  # type: ignore
         )  # fmt: skip
     else:
-        total = _sum(states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
+        total = _sum(
+            states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
+        )
     if BIAS:
         total += tl.load(bias + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
     there = out + row[:, None] * size + column[None, :]
@@ -106,7 +122,8 @@ def _three(
 @triton.jit(do_not_specialize=["rows"])
 def _gated(
     states, gate, up, out, bias_gate, bias_up, rows, width, size, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ACROSS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Some columns of SiLU(gate) · up, for all rows; each product is rounded first."""
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -116,8 +133,12 @@ def _gated(
             states, gate, up, at, ok_column, width, COLUMNS, DEPTH, EVEN, True,  # type: ignore
         )  # fmt: skip
     else:
-        left = _sum(states, gate, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
-        right = _sum(states, up, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
+        left = _sum(
+            states, gate, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
+        )
+        right = _sum(
+            states, up, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
+        )
     if BIAS:
         left += tl.load(bias_gate + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
         right += tl.load(bias_up + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
@@ -128,42 +149,68 @@ def _gated(
     tl.store(there, found.to(kind), mask=ok_row[:, None] & ok_column[None, :])
 
 
-@triton.jit
-def _alone(
-    states, weight, out, bias, width, size, BIAS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def _one(
+    states, weight, out, bias, rows, width, size, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one layer, for one row."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok, at = column < size, column.to(tl.int64)
-    total, _ = _sums_of_one(
-        states, weight, weight, at, ok, width, COLUMNS, DEPTH, EVEN, False,  # type: ignore
-    )  # fmt: skip
-    if BIAS:
-        total += tl.load(bias + column, mask=ok, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + column[None, :], total.to(out.dtype.element_ty), mask=ok[None, :])
-
-
-def _cut(states: Tensor, weights: list[Tensor], gated: bool) -> dict[str, Any]:
-    """How the work is cut, by what was fastest for the layers of an 8 B shape on an H200; no
-    program needs more shared memory than every GPU since Ampere has."""
-    width = states.shape[-1]
-    rows, warps = triton.next_power_of_2(states.numel() // width), 4
-    if rows == 1:
-        columns, depth, stages = 2, min(1024, triton.next_power_of_2(width)), 1
+    """Some columns of one layer, for all rows."""
+    row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
+    if ROWS == 1:
+        total, _ = _sums_of_one(
+            states, weight, weight, at, ok_column, width, COLUMNS, DEPTH, EVEN,
+            False,  # type: ignore
+        )  # fmt: skip
     else:
-        rows = max(16, rows)
-        if rows > 64:
-            columns, depth, stages, warps = 64, 64, 4, 8
-        elif gated:
-            columns, depth, stages = (64, 128, 4) if rows == 16 else (64, 64, 5)
-        else:
-            columns, depth, stages = 32, 128, 5 if rows == 16 else 4
-        depth = depth * 2 // states.element_size()
-    even = width % depth == 0 and all(len(weight) % columns == 0 for weight in weights)
+        total = _sum(
+            states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
+        )
+    if BIAS:
+        total += tl.load(bias + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
+    there = out + row[:, None].to(tl.int64) * size + column[None, :]
+    tl.store(there, total.to(out.dtype.element_ty), mask=ok_row[:, None] & ok_column[None, :])
+
+
+class _Cut(NamedTuple):
+    """How a product is cut into programs: so many columns each, which read so much of the rows at a
+    time."""
+
+    columns: int
+    depth: int  # of two bytes each
+    stages: int  # fewer where a GPU has less shared memory
+    warps: int = 4
+    across: bool = False
+
+
+_CUTS = {
+    "three": {1: _Cut(2, 1024, 1), 16: _Cut(32, 128, 5), 64: _Cut(32, 128, 4)},
+    "gated": {1: _Cut(2, 1024, 1), 16: _Cut(64, 128, 4), 64: _Cut(64, 64, 5)},
+    "one": {1: _Cut(2, 2048, 1, 8), 16: _Cut(32, 256, 4, 4, True), 64: _Cut(32, 128, 6)},
+    "output": {16: _Cut(32, 256, 4), 64: _Cut(64, 64, 3, 4, True)},
+}
+"""By what was fastest for up to so many rows of the layers of an 8 B shape on an H200."""
+
+_MANY = _Cut(64, 64, 4, 8)  # of more rows
+
+_OUTPUTS = 1 << 15  # columns from which a layer is cut as an output layer is
+
+
+def _cut(states: Tensor, weights: list[Tensor], kind: str) -> dict[str, Any]:
+    width = states.shape[-1]
+    rows = triton.next_power_of_2(states.numel() // width)
+    most = next((most for most in _CUTS[kind] if rows <= most), None)
+    cut = _MANY if most is None else _CUTS[kind][most]
+    depth = cut.depth * 2 // states.element_size()
+    if most == 1:
+        depth = min(cut.depth, triton.next_power_of_2(width))
+    padded = 1 if most == 1 else max(16, rows)
+    staged = (padded + cut.columns) * depth * states.element_size()
+    even = width % depth == 0 and all(len(weight) % cut.columns == 0 for weight in weights)
     return {
-        "ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "EVEN": even, "num_warps": warps,
-        "num_stages": stages,
+        "ROWS": padded, "COLUMNS": cut.columns, "DEPTH": depth, "ACROSS": cut.across, "EVEN": even,
+        "num_warps": cut.warps,
+        "num_stages": max(1, min(cut.stages, shared_memory(states.device) // staged)),
     }  # fmt: skip
 
 
@@ -173,7 +220,7 @@ def three_layers(
     """See `fused_products.three_layers`; of at most `MOST_ROWS` rows."""
     kernel: Any = _three
     states, width = states.contiguous(), states.shape[-1]
-    sizes, cut = [len(weight) for weight in weights], _cut(states, weights, False)
+    sizes, cut = [len(weight) for weight in weights], _cut(states, weights, "three")
     one, two, three = (states.new_empty(*states.shape[:-1], size) for size in sizes)
     programs = sum(triton.cdiv(size, cut["COLUMNS"]) for size in sizes)
     with launching_on(states):
@@ -188,7 +235,7 @@ def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor]) ->
     """See `fused_products.gated_layers`; of at most `MOST_ROWS` rows."""
     kernel: Any = _gated
     states, (size, width) = states.contiguous(), weights[0].shape
-    out, cut = states.new_empty(*states.shape[:-1], size), _cut(states, weights, True)
+    out, cut = states.new_empty(*states.shape[:-1], size), _cut(states, weights, "gated")
     with launching_on(states):
         kernel[(triton.cdiv(size, cut["COLUMNS"]),)](
             states, *weights, out, *(biases or weights), states.numel() // width, width, size,
@@ -198,15 +245,14 @@ def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor]) ->
 
 
 def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """See `fused_products.one_layer`; of one row."""
-    kernel: Any = _alone
+    """See `fused_products.one_layer`; of at most `MOST_ROWS` rows."""
+    kernel: Any = _one
     states, (size, width) = states.contiguous(), weights[0].shape
     out = states.new_empty(*states.shape[:-1], size)
-    columns, depth = 2, min(2048, triton.next_power_of_2(width))
+    cut = _cut(states, weights, "one" if size < _OUTPUTS else "output")
     with launching_on(states):
-        kernel[(triton.cdiv(size, columns),)](
-            states, weights[0], out, *(biases or weights), width, size, BIAS=bool(biases),
-            COLUMNS=columns, DEPTH=depth, EVEN=width % depth == 0 and size % columns == 0,
-            num_warps=8, num_stages=1,
+        kernel[(triton.cdiv(size, cut["COLUMNS"]),)](
+            states, weights[0], out, *(biases or weights), states.numel() // width, width, size,
+            BIAS=bool(biases), **cut,
         )  # fmt: skip
     return out

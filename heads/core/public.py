@@ -64,4 +64,5 @@ from .row_settings import Biased, RowSettings, note_rows, processors_by_row, wri
 from .sampling import STATEFUL, Sampling, argmax, draw
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
+from .tree_lines import grow_lines
 from .whole_model import take_whole_models

@@ -2,7 +2,7 @@
 
 All nodes of a tree see the prefix, up to a length that device memory holds; only among themselves
 do they need a mask. So in place of an additive mask over all slots, [B, 1, N, S], each node has its
-line of `pack_tree`. Softmax over both parts is the softmax of each, weighted by its share of
+line, see `tree_lines`. Softmax over both parts is the softmax of each, weighted by its share of
 exp(log-sum-exp) (Milakov and Gimelshein 2018, arXiv 1805.02867), so the parts can be computed
 apart, and the prefix can be split further.
 
@@ -30,29 +30,6 @@ from .few_rows import attends_in_few_rows, attention
 
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """What else models hand to their attention, and would be lost here."""
-
-
-def pack_tree(
-    lengths: Tensor, positions: Tensor, ancestors: Tensor, window: int | None = None
-) -> Tensor:
-    """What each node sees, in the place of an additive mask; arguments as for `tree_mask`.
-
-    Returns:
-        [B, 1, G, 2 + G] int32: the first slot of the prefix that the node sees, the prefix's end,
-        and 1 for each node that it sees.
-
-    >>> ancestors = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
-    >>> pack_tree(torch.tensor([3]), torch.tensor([[3, 4, 4]]), ancestors, window=3)[0, 0].tolist()
-    [[1, 3, 1, 0, 0], [2, 3, 1, 1, 0], [2, 3, 1, 0, 1]]
-    """
-    end = lengths.unsqueeze(1).expand_as(positions)
-    first = torch.zeros_like(positions)
-    if window is not None:
-        oldest = positions - (window - 1)  # [B, G]
-        first = oldest.clamp(min=0)
-        ancestors = ancestors & (positions.unsqueeze(1) >= oldest.unsqueeze(-1))
-    packed = torch.cat([torch.stack([first, end], -1), ancestors], -1)  # [B, G, 2 + G]
-    return packed.int().unsqueeze(1)
 
 
 def tree_attention(

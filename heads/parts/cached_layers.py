@@ -5,7 +5,6 @@ come after them and attend to the text and their ancestors; the next round overw
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ..core import (
     AttentionWindows,
-    FusedLayers,
     LayerShape,
     OptionError,
     PositionLimit,
@@ -24,7 +22,7 @@ from ..core import (
     UnsupportedTarget,
     causal_run,
     choose_attention,
-    has_kernels_for,
+    grow_lines,
     in_steps,
     probe_layers,
     tree_run,
@@ -62,7 +60,6 @@ class ForwardSetup(NamedTuple):
     windows: AttentionWindows
     shapes: list[LayerShape]
     limit: PositionLimit | None
-    fused: FusedLayers | None  # on a GPU, for forwards over nodes
 
 
 class CachedLayers:
@@ -131,13 +128,13 @@ class CachedLayers:
         """
         steps = torch.arange(_length(inputs), device=count.device)
         ancestors = (steps.unsqueeze(1) >= steps).expand(len(count), -1, -1)  # a chain
-        depth = (steps + 1).expand(len(count), -1)
+        place = steps.expand(len(count), -1)
         if ahead:
             later, rows = steps >= len(steps) - ahead, count.unsqueeze(1)
             seen = later | (steps < rows)  # [B, A], what those ahead may see
             ancestors = ancestors & (seen.unsqueeze(1) | ~later.unsqueeze(1))
-            depth = torch.where(later, depth - (len(steps) - ahead) + rows, depth)
-        positions = state.lengths.unsqueeze(1) + depth - 1
+            place = torch.where(later, place - (len(steps) - ahead) + rows, place)
+        positions = state.lengths.unsqueeze(1) + place
         found = self._run(state, inputs, positions, ancestors, len(steps) - 1)
         if state.slab.recurrent is not None:
             state.slab.recurrent.commit(count - 1)
@@ -147,12 +144,8 @@ class CachedLayers:
 
     def extend(self, state: DraftCache, parent: Tensor, **inputs: Tensor) -> Any:
         """Run W new nodes of the tree; `parent` [B, W] as in `Drafter.extend`."""
-        width, seen = parent.shape[1], state.lines.shape[2]
-        above = state.lines.gather(1, (parent + 1).unsqueeze(-1).expand(-1, -1, seen))
-        state.lines = pad(torch.cat([state.lines, above], 1), (0, width))
-        state.lines[:, -width:, -width:].diagonal(dim1=1, dim2=2).fill_(1)  # each sees itself
+        state.lines, positions = grow_lines(state.lines, parent)
         lines = state.lines[:, 1:]  # [B, G + W, 2 + G + W]
-        positions = lines.sum(-1) - 1  # a line's sum is 0, its row's length and the node's depth
         return self._run(state, inputs, positions, lines[..., 2:], 0, lines)
 
     def _run(
@@ -178,19 +171,18 @@ class CachedLayers:
         if setup.limit is not None:
             # Drafts past the limit are of no use; their positions must only be valid ones.
             positions = positions.clamp(max=setup.limit.positions - 1)
-        with setup.fused or nullcontext():
-            return tree_run(
-                self.model,
-                state.slab,
-                setup.windows,
-                inputs,
-                state.lengths,
-                positions,
-                ancestors,
-                live,
-                levels=levels,
-                lines=lines,
-            )
+        return tree_run(
+            self.model,
+            state.slab,
+            setup.windows,
+            inputs,
+            state.lengths,
+            positions,
+            ancestors,
+            live,
+            levels=levels,
+            lines=lines,
+        )
 
     @property
     def needs_length_bound(self) -> bool:
@@ -214,9 +206,7 @@ class CachedLayers:
                 windows = replace(windows, tree=not any(shape.no_kernel for shape in shapes))
         except UnsupportedTarget as error:
             raise OptionError(f"no draft model: {error}") from error
-        # Each kernel is tried by itself; were one to be off all the same, only drafts would be.
-        fused = FusedLayers(model) if has_kernels_for(model) else None
-        self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model), fused)
+        self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))
         return self._forward_setup
 
 

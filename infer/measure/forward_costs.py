@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, Step, TokenTree
 from headstart.heads.core import current
+from headstart.heads.group import fused_layers
 from headstart.heads.parts.vocabulary import TrimmedVocabulary
 
 from ..graphs import as_now, captures_rounds, repeated
@@ -86,13 +87,14 @@ def draft_costs(
     # A count of 0, as for rows that have ended: the work is the same, and the text does not grow.
     none = torch.zeros_like(count)
     drafter.reserve(state, length, depth + 1 + max(counts))
-    restore = as_now(state)
+    restore, fused = as_now(state), fused_layers(drafter)
 
     def begin(*level: Tensor) -> Step:
         restore()  # a graph reads what was there when it was captured, not what another one left
         drafter.reserve(state, length, depth + 1 + max(counts))
-        step = drafter.begin(state, columns[0], columns[1], none)
-        return drafter.extend(state, *level) if level else step
+        with fused:
+            step = drafter.begin(state, columns[0], columns[1], none)
+            return drafter.extend(state, *level) if level else step
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work: dict[int, Call] = {0: begin}

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import Drafter, Sampling, Step
 from headstart.heads.core import FINAL, OutputLayer, row_seeds
+from headstart.heads.group import fused_layers
 
 from ..rules.registry import find_rule
 from ..trees.children import Children, rows_of
@@ -104,7 +105,7 @@ def _record(
     prompt = torch.tensor([text.prompt for text in texts], device=device)
     rounds = [len(text.tokens) - text.prompt - 1 for text in texts]
     first = max(text.prompt for text in texts)
-    state = drafter.start(batch, longest + depth + 1)
+    fused, state = fused_layers(drafter), drafter.start(batch, longest + depth + 1)
     drafter.prefill(state, features[:, :first], tokens[:, :first], prompt)
     row = torch.arange(batch, device=device)
     children = Children()
@@ -118,14 +119,15 @@ def _record(
         active = (root + 1 < length).long()
         after = [tokens[row, (root + d).clamp(max=longest - 1)] for d in range(depth + 1)]
         drafter.reserve(state, min(first + place, longest - 1), depth + 1)
-        step = drafter.begin(
-            state, features[row, root - 1].unsqueeze(1), after[0].unsqueeze(1), active
-        )
+        given = features[row, root - 1].unsqueeze(1), after[0].unsqueeze(1), active
+        with fused:
+            step = drafter.begin(state, *given)
         for level in range(depth):
             if level and not drafter.independent:
                 # The first node's parent is the root (-1), each later one's the node before it.
                 parent = torch.full((batch, 1), level - 2, device=device)
-                step = drafter.extend(state, after[level].unsqueeze(1), parent)
+                with fused:
+                    step = drafter.extend(state, after[level].unsqueeze(1), parent)
             own = rows_of(step, level, level + 1) if drafter.independent else step
             rank = _rank(own, children.scores(own, root, level + 1), after[level + 1])
             ranks[:, place, level] = rank.masked_fill(root + level + 1 >= length, MISSED)

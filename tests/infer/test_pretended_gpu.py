@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from headstart.heads import OptionError
-from headstart.heads.core import Packing, fused, fused_products
+from headstart.heads import OptionError, group
+from headstart.heads.core import FusedLayers, Packing, fused, fused_products
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.heads.families import KNOWN
 from headstart.heads.parts import cached_layers
@@ -187,8 +187,9 @@ def test_layers_of_drafters_are_fused(
     monkeypatch.setattr(cached_layers, "tree_run", noted)
     before = torch.get_rng_state()
     write(ours, rule="coupled")
-    drafts: Any = ours.drafter
-    found = drafts._layers.forward_setup.fused.found
+    layers = group.fused_layers(ours.drafters.drafters[0])
+    assert isinstance(layers, FusedLayers)
+    found = layers.found
     assert found["norms"] and found["gated layers"] and found["rotary"]
     assert depths == {1} and fused._now.depth == 0
     assert torch.equal(before, torch.get_rng_state()), "no request's random numbers are taken"

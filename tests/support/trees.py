@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.core import ancestor_mask, tree_mask
-from headstart.heads.core.tree_attention import pack_tree
+from headstart.heads.core.tree_lines import pack_tree
 from tests.support.tiny import random_parents
 
 SCALING = 0.3
