@@ -184,10 +184,10 @@ class _Cut(NamedTuple):
 
 
 _CUTS = {
-    "three": {1: _Cut(2, 1024, 1), 16: _Cut(32, 128, 5), 64: _Cut(32, 128, 4)},
-    "gated": {1: _Cut(2, 1024, 1), 16: _Cut(64, 128, 4), 64: _Cut(64, 64, 5)},
-    "one": {1: _Cut(2, 2048, 1, 8), 16: _Cut(32, 256, 4, 4, True), 64: _Cut(32, 128, 6)},
-    "output": {16: _Cut(32, 256, 4), 64: _Cut(64, 64, 3, 4, True)},
+    "three": {1: _Cut(2, 1024, 1), 16: _Cut(64, 128, 6), 64: _Cut(32, 128, 4)},
+    "gated": {1: _Cut(2, 1024, 1), 16: _Cut(128, 128, 4, 4, True), 64: _Cut(64, 128, 3, 4, True)},
+    "one": {1: _Cut(2, 2048, 1, 8), 16: _Cut(16, 512, 4, 2, True), 64: _Cut(32, 128, 6)},
+    "output": {16: _Cut(128, 128, 4, 8, True), 64: _Cut(64, 64, 3, 4, True)},
 }
 """By what was fastest for up to so many rows of the layers of an 8 B shape on an H200."""
 
