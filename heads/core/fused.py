@@ -3,14 +3,14 @@
 A plain token of a Llama launches some forty kernels a layer, most of which do little more than read
 what the last one wrote. Norms are one operator each here, with the sums before them where a layer
 is as Llama's, see `fused_norms`; and so are the cosines and sines of a rotary embedding, see
-`fused_angles`, the rotary embedding with the write to the cache, see `fused_writes`, and layers
-that read the same states, see `fused_products`: those of queries, keys and values, and those of a
-gated product. Attention stays what it is. No model code is changed: modules and functions are found
-by what they look like, and each is replaced only where a trial on random numbers shows that it does
-the same. On CUDA they are the kernels of `fused_kernels`; on a CPU fewer of torch's own operators,
-called as they are, since each call costs microseconds; elsewhere, and in float64, those that
-transformers applies, in its order. While torch compiles a forward, only the products are ours, and
-it makes kernels of the rest itself.
+`fused_angles`, the rotary embedding with the write to the cache, see `fused_writes`, and linear
+layers, see `fused_products`: those of queries, keys and values together, those of a gated product,
+and each other one alone. Attention stays what it is. No model code is changed: modules and
+functions are found by what they look like, and each is replaced only where a trial on random
+numbers shows that it does the same. On CUDA they are the kernels of `fused_kernels` and
+`product_kernels`; on a CPU fewer of torch's own operators, called as they are, since each call
+costs microseconds; elsewhere, and in float64, those that transformers applies, in its order. While
+torch compiles a forward, only the products are ours, and it makes kernels of the rest itself.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Linear layers that read the same states, as one launch for the few rows of a token tree.
+"""Linear layers for the few rows of a token tree; those that read the same states as one launch.
 
 On CUDA they are the kernels of `product_kernels`, which read each layer's own weights, so none is
 copied and none grows stale; elsewhere, and for more rows, torch's own products.

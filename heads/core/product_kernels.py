@@ -1,7 +1,7 @@
-"""Triton kernels of linear layers that read the same states, for the few rows of a token tree.
+"""Triton kernels of linear layers for the few rows of a token tree.
 
-Such a product is bound by reading the weights, each once. What it saves is launches: three layers
-are one, and so are the two of a gated product with the product itself; no merged copy of the
+Such a product is bound by reading the weights, each once. Layers that read the same states are one
+launch: three of them, or the two of a gated product with the product itself; no merged copy of the
 weights is needed. `fused_products` defines what they compute. Sums are taken in float32.
 """
 
