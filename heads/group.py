@@ -30,16 +30,24 @@ def fused_layers(drafter: Drafter) -> AbstractContextManager[Any]:
 class GroupMember:
     """One drafter of a group, called with the states and features of all.
 
-    It is the one of that `number`; its feature layers stand at `layers` of the `captured` many.
+    It is the one of that `number`; its feature layers stand at `layers` of the `captured` many. It
+    decodes in the context `fused`.
     """
 
-    def __init__(self, drafter: Drafter, number: int, layers: Sequence[int], captured: int):
+    def __init__(
+        self,
+        drafter: Drafter,
+        number: int,
+        layers: Sequence[int],
+        captured: int,
+        fused: AbstractContextManager[Any] | None = None,
+    ):
         self.drafter, self.number, self.config = drafter, number, drafter.config
         self.independent, self.max_depth = drafter.independent, drafter.max_depth
         self._layers, self._captured = list(layers), captured
         self._first = min(layers, default=0)
         self._in_order = self._layers == [self._first + i for i in range(len(layers))]
-        self._fused = fused_layers(drafter)
+        self._fused = fused or nullcontext()
 
     def begin(self, states: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         with self._fused:
@@ -89,7 +97,8 @@ class DrafterGroup:
         self.feature_layers, self.members = layers, list[GroupMember]()
         for number, each in enumerate(drafters):
             own = [layers.index(i) for i in each.config.feature_layers]
-            self.members.append(GroupMember(each, number, own, len(layers)))
+            member = GroupMember(each, number, own, len(layers), fused_layers(each))
+            self.members.append(member)
 
     @classmethod
     def of(cls, drafters: "Drafter | DrafterGroup | Sequence[Drafter] | None") -> "DrafterGroup":
