@@ -6,6 +6,8 @@ A line is JSON, and is of a step: of training (`loss`), or of a validation (`tau
     loss, learning_rate, grad_norm
                            the mean loss since the last such line, and the last step's others
     loss_by_depth          the same mean of each depth alone, without its weight in the loss
+    accuracy_by_depth      of the labels since the last such line, at each depth the share that were
+                           the drafter's most likely token; null where there was none
     tokens_per_second      of real tokens, no padding, over all processes; validation is not counted
     memory_bytes           the most that this process has used: of the GPU, or of its own memory
     share_of_peak          products of a step, by arithmetic, over what the GPU's data sheet allows;
@@ -86,16 +88,24 @@ class Metrics(TrainerCallback):
         self.peak = peak_of(torch.cuda.get_device_name()) if gpu else None
         self.lines: list[str] = []
         self.tokens, self.active = 0, 0.0  # since the last line of training
-        self.steps, self.by_depth = 0, torch.zeros(())  # [K] then, on the device
+        # Then [K] and [2, K], on the device.
+        self.steps, self.by_depth, self.hits = 0, torch.zeros(()), torch.zeros(()).long()
+        self.listed: dict[str, list[float | None]] = {}  # of the last `measured`, by depth
         self.mark = time.perf_counter()
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Note the batches of a step."""
         self.tokens += sum(real_tokens(batch, self.lengths) for batch in batches)
 
-    def add(self, by_depth: Tensor) -> None:
-        """Note a micro-batch's part of the step's loss by depth, [K], without a read from a GPU."""
+    def add(self, by_depth: Tensor, hits: Tensor, own_text: bool = False) -> None:
+        """Note a micro-batch's part of the step's loss by depth, [K], and its `hits`, [2, K], see
+        `DraftLoss`, without a read from a GPU.
+
+        A drafter's own text counts for the loss alone: its most likely tokens are what it wrote.
+        """
         self.by_depth = by_depth + self.by_depth
+        if not own_text:
+            self.hits = hits + self.hits
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.mark = time.perf_counter()
@@ -112,22 +122,30 @@ class Metrics(TrainerCallback):
         All processes call it, since losses are summed over them.
         """
         found: dict[str, Any] = {"memory_bytes": memory()}
-        if self.steps:
-            means = (self.by_depth / self.steps).tolist()
-            found["loss_by_depth"] = sum_over_processes(means, self.by_depth.device)
+        self.listed = self._by_depth() if self.steps else {}
+        found |= self.listed
         if self.active:
             speed = found["tokens_per_second"] = self.tokens * self.processes / self.active
             if self.flops and self.peak:
                 found["share_of_peak"] = speed * self.flops / (self.peak * self.processes)
         self.tokens, self.active = 0, 0.0
-        self.steps, self.by_depth = 0, torch.zeros(())
+        self.steps, self.by_depth, self.hits = 0, torch.zeros(()), torch.zeros(()).long()
+        return found
+
+    def _by_depth(self) -> dict[str, list[float | None]]:
+        """The loss and the accuracy of each depth, over all processes."""
+        means, place = (self.by_depth / self.steps).view(-1).tolist(), self.by_depth.device
+        own = [*means, *self.hits.expand(2, len(means)).flatten().tolist()]
+        losses, hits, labels = np.reshape(sum_over_processes(own, place), (3, -1)).tolist()
+        found: dict[str, list[float | None]] = {"loss_by_depth": losses}
+        if any(labels):
+            shares = zip(hits, labels, strict=True)
+            found["accuracy_by_depth"] = [hit / count if count else None for hit, count in shares]
         return found
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
-            found = {name: logs.get(name) for name in _OF_TRAINING}
-            depths = [v for name, v in logs.items() if name.startswith("loss_by_depth_")]
-            self._write(state, found | {"loss_by_depth": depths or None})
+            self._write(state, {name: logs.get(name) for name in _OF_TRAINING} | self.listed)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any

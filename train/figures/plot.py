@@ -1,9 +1,10 @@
-"""The plot of a training's `metrics.jsonl`: loss, τ, acceptance by depth, and what it took."""
+"""The plot of a training's `metrics.jsonl`: what was learnt, what is accepted, what it took."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,17 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     from matplotlib.figure import Figure
 
     took = [each for each in _TOOK if any(line.get(each[1]) is not None for line in trained)]
-    rows = 2 if took else 1
-    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
-    panels = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
-    left, middle, right, *below = panels
-    draw_loss(left, trained)
-    draw_tau(middle, validated, best)
-    draw_acceptance(right, validated)
+    draws = [partial(draw_loss, lines=trained)]
+    if any("accuracy_by_depth" in line for line in trained):
+        draws.append(partial(draw_by_depth, lines=trained, name="accuracy"))
+    draws.append(partial(draw_tau, lines=validated, best=best))
+    draws.append(partial(draw_by_depth, lines=validated, name="acceptance"))
+    rows, columns = 2 if took else 1, len(draws)
+    figure = Figure(figsize=(11 / 3 * columns, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten()
+    for axes, draw in zip(panels, draws, strict=False):
+        draw(axes)
+    below = panels[columns:]
     for (title, name, unit), axes in zip(took, below, strict=False):
         known = [line for line in trained if line.get(name) is not None]
         values = [line[name] / unit for line in known]
@@ -54,7 +59,7 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
         axes.grid(alpha=0.3)
     for axes in below[len(took) :]:  # a CPU's peak is not known
         axes.remove()
-    for axes in panels[:3]:  # also where there is no panel below
+    for axes in panels[:columns]:  # also where there is no panel below
         axes.tick_params(labelbottom=True)
     figure.savefig(image, dpi=120, metadata={"Software": None})
     return True
@@ -99,20 +104,20 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
         axes.legend(fontsize="small", **_BELOW)
 
 
-def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
-    """A line for each depth that was ever reached, over the steps."""
-    depths = max((len(line.get("acceptance_by_depth") or ()) for line in lines), default=0)
-    for depth in range(depths):
+def draw_by_depth(axes: Axes, lines: list[Line], name: str) -> None:
+    """`acceptance` or `accuracy` over the steps: a line for each depth that was ever reached."""
+    known = [(line["step"], line.get(f"{name}_by_depth") or ()) for line in lines]
+    few = "o-" if len(lines) < 20 else "-"
+    for depth in range(max((len(shares) for _, shares in known), default=0)):
         points = [
-            (line["step"], line["acceptance_by_depth"][depth])
-            for line in lines
-            if len(line.get("acceptance_by_depth") or ()) > depth
-            and line["acceptance_by_depth"][depth] is not None
+            (step, shares[depth])
+            for step, shares in known
+            if len(shares) > depth and shares[depth] is not None
         ]
         if points:
             color = depth_color(depth + 1)
-            axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
-    axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
+            axes.plot(*zip(*points, strict=True), few, ms=3, color=color, label=f"{depth + 1}")
+    axes.set(title=f"{name} by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", title="depth", title_fontsize="small", **_BESIDE)

@@ -97,7 +97,10 @@ class Clock(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A bar or lines on stderr over the clock's share, with the step and the last loss and τ."""
+    """A bar or lines on stderr over the clock's share, with the step and the last figures.
+
+    These are the loss, the accuracy of depth 1 (`top-1`), and τ.
+    """
 
     def __init__(self, clock: Clock, enabled: bool):
         self.clock, self.enabled = clock, enabled
@@ -112,7 +115,8 @@ class Progress(TrainerCallback):
         self.bar.update(min(self.clock.share, 1.0) - self.bar.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        for name, label in (("loss", "loss"), ("eval_tau", "τ")):
+        shown = ("loss", "loss"), ("accuracy_by_depth_1", "top-1"), ("eval_tau", "τ")
+        for name, label in shown:
             if name in logs:
                 self.seen[label] = f"{logs[name]:.3f}"
         self.bar.set_postfix(self.seen)

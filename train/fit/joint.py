@@ -101,13 +101,13 @@ class JointTarget(TargetWithDrafter):
             loss = self.draft_loss(base, base, *batch)
             if in_parallel() and not in_shards(self):  # which wait for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
-            return {"loss": loss, "by_depth": self.loss.by_depth}
+            return {"loss": loss, "by_depth": self.loss.by_depth, "hits": self.loss.hits}
         adapted = self.run_target(tokens, positions)
         loss = weight * self.draft_loss(adapted, base, *batch)
         where, final = target_positions(supervised, segments), self.final
         both = base[..., final][where], adapted[..., final][where]
         loss = loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])
-        return {"loss": loss, "by_depth": self.loss.by_depth}
+        return {"loss": loss, "by_depth": self.loss.by_depth, "hits": self.loss.hits}
 
     def checkpoint_activations(self) -> None:
         """Of the target's layers, through which the adapter's gradients flow."""

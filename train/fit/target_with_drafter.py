@@ -120,9 +120,10 @@ class TargetWithDrafter(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The `loss` of a batch, and `by_depth`: tokens [B, T], supervised [B, T] bool.
+        """`loss`, `by_depth` and `hits` of a batch, see `DraftLoss`.
 
         Args:
+            tokens: [B, T]; supervised: [B, T] bool.
             rows: [B], their numbers among the cached rows, or [B, S] where each holds up to S of
                 them; None for any other text.
             counts: see `counts`, of the whole optimizer step; of this batch when None.
@@ -132,7 +133,7 @@ class TargetWithDrafter(nn.Module):
         captured = self.read(rows, tokens, segments, positions)
         batch = tokens, supervised, counts, segments, positions
         loss = self.draft_loss(captured, captured, *batch)
-        return {"loss": loss, "by_depth": self.loss.by_depth}
+        return {"loss": loss, "by_depth": self.loss.by_depth, "hits": self.loss.hits}
 
     def draft_loss(
         self, captured: Tensor, teaching: Tensor, tokens: Tensor, supervised: Tensor,

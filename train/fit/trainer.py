@@ -308,7 +308,7 @@ class DrafterTrainer(Trainer):
         with torch.autocast(place, torch.bfloat16, enabled=own, cache_enabled=self.copies):
             outputs = model(**inputs, **options)
         self.parts.append((inputs, outputs["loss"].detach()))
-        self.metrics.add(outputs["by_depth"])
+        self.metrics.add(outputs["by_depth"], outputs["hits"], inputs["rows"] is None)
         if self.accelerator.sync_gradients:  # before the gradients are used
             self.agree(options)
         # The counts are those of all processes, and their gradients are averaged, not summed.

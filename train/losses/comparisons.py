@@ -289,6 +289,19 @@ def log_sum_exp(largest: Tensor, q: Tensor) -> Tensor:
     return largest.to(q.dtype) - q.amax(-1).log()
 
 
+def most_likely(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Whether the wanted token of each row has its largest logit: [n, Vd], [n] -> [n] bool.
+
+    >>> logits = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+    >>> most_likely(logits, torch.tensor([1, 2])).tolist()
+    [True, False]
+    """
+    if logits.dtype.itemsize < 4:  # often there are several largest ones: the first counts
+        return logits.argmax(-1) == wanted
+    # Without their places: those take a CPU forty times as long.
+    return logits.gather(1, wanted.unsqueeze(1)).squeeze(1) >= logits.amax(-1)
+
+
 @cache
 def fused_cross_entropy(device: str) -> Callable[[Tensor, Tensor], Tensor] | None:
     """liger_kernel's summed cross entropy of logits [M, Vd] and labels [M], where it is installed.

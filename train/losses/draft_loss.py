@@ -203,6 +203,9 @@ class DraftLoss:
     Attributes:
         by_depth: [K], of the last batch each depth's mean loss, without gradient: neither times
             `decay**k`, nor with the features' distance or the loss of a choice.
+        hits: [2, K] int64, of the last batch how many labels were the drafter's most likely token
+            at each depth, and how many labels there were. Of a drafter that chooses among its best
+            tokens it is the token that it chooses.
 
     Raises:
         OptionError: see `Teacher`; or the drafter predicts no features.
@@ -220,7 +223,7 @@ class DraftLoss:
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
         self.kind, self.size, self._teacher = loss_of(loss), size, None
         self.weights = weights
-        self.by_depth = torch.empty(0)
+        self.by_depth, self.hits = torch.empty(0), torch.empty(2, 0, dtype=torch.int64)
         self._room = Room()  # kept on a CPU
         if self.kind.divergence is not None or weights == "confidence":
             self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
@@ -282,6 +285,7 @@ class DraftLoss:
         counted = counts[: len(labels)].clamp(min=1)
         if not labels.shape[1]:
             self.by_depth = torch.zeros(len(labels), device=counts.device)
+            self.hits = labels.new_zeros(2, len(labels))
             return zero_with_gradient(drafter.parameters())
         depths = torch.arange(1, len(labels) + 1, device=counts.device)  # [K]
         factors = self.decay ** depths.to(torch.promote_types(states.dtype, torch.float32))
@@ -309,14 +313,16 @@ class DraftLoss:
         if self.kind.divergence is not None:
             assert self._teacher is not None
             comparison = SoftLabels(self.kind, self._teacher, teaching, ahead, labels, size, room)
-        total, sums = summed_loss(outputs, states, factors, comparison, weights)
+        total, sums, hits = summed_loss(outputs, states, factors, comparison, weights)
         self.by_depth = sums / counted
         if choices:
             outputs = [chosen for _, chosen in choices]
             hard = HardLabels(labels, size, room, fused=False)
             there = label_probabilities(outputs, states.detach(), hard) > 0  # among the candidates
             hard = HardLabels(labels.masked_fill(~there, IGNORED), size, room, fused=False)
-            total = total + summed_loss(outputs, states, factors, hard, weights)[0]
+            of_choice, _, hits = summed_loss(outputs, states, factors, hard, weights)
+            total = total + of_choice
+        self.hits = torch.stack([hits, label_counts(labels)])
         if self.feature_weight:
             # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
             predicted: Any = drafter.predicted_features(states)  # [K, M, D]

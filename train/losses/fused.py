@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from headstart.heads.trainable import DraftLogits
 
-from .comparisons import Compare, HardLabels, SoftLabels
+from .comparisons import Compare, HardLabels, SoftLabels, most_likely
 from .room import Room, at_least_float32
 
 Comparison = HardLabels | SoftLabels
@@ -32,7 +32,7 @@ def summed_loss(
     factors: Tensor,
     comparison: Comparison,
     weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The sum over depths of `factors` times the depth's loss summed over its positions.
 
     The gradient is exact and flows to the states, and to the weights that the outputs name. It is
@@ -47,7 +47,7 @@ def summed_loss(
 
     Returns:
         A scalar in at least float32; and without gradient, of each depth the loss summed over its
-        positions, [K].
+        positions, [K], and how many of its labels have the largest logit, [K] int64.
     """
     trained = {id(weight): weight for output in outputs for weight in output.trainable()}
     learns = torch.is_grad_enabled()  # inside of the function it never is
@@ -85,10 +85,10 @@ class _Fused(torch.autograd.Function):
         factors: Tensor,
         weights: Tensor | None,
         *trained: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         slopes = _Slopes(trained if learns else (), comparison.room)
         slope = torch.zeros_like(states) if learns and states.requires_grad else None
-        total = torch.zeros_like(factors)
+        total, hits = torch.zeros_like(factors), torch.zeros_like(factors, dtype=torch.int64)
         chain = _Chain(slopes, slope is not None, comparison.room)
         for depth, chosen, compare in comparison.chunks(chain.learns):
             part = states[depth].index_select(0, chosen)
@@ -96,17 +96,19 @@ class _Fused(torch.autograd.Function):
             factor = factors[depth]
             if weight is not None:
                 factor = factor * weight.unsqueeze(1).to(factor.dtype)  # [n, 1]
-            nats, below = chain(outputs[depth], part, factor, compare)
+            wanted = comparison.labels[depth].index_select(0, chosen)
+            counted = _counting(hits[depth], wanted, compare)
+            nats, below = chain(outputs[depth], part, factor, counted)
             total[depth] += (nats if weight is None else nats * weight).sum()
             if slope is not None and below is not None:
                 slope[depth].index_copy_(0, chosen, below.to(slope.dtype))
         ctx.slopes = slope, [slopes.of(weight) if learns else None for weight in trained]
-        ctx.mark_non_differentiable(total)
-        return (total * factors).sum(), total
+        ctx.mark_non_differentiable(total, hits)
+        return (total * factors).sum(), total, hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, outer: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.slopes is None:
             raise RuntimeError("the gradient of this loss was taken before; it is found only once")
         (slope, slopes), ctx.slopes = ctx.slopes, None
@@ -115,6 +117,16 @@ class _Fused(torch.autograd.Function):
                 if each is not None:
                     each.mul_(outer.to(each.dtype))
         return None, None, None, slope, None, None, *slopes
+
+
+def _counting(hits: Tensor, wanted: Tensor, compare: Compare) -> Compare:
+    """Compares as `compare` does, and adds to the scalar `hits` how many labels are most likely."""
+
+    def counted(logits: Tensor, over: bool) -> tuple[Tensor, Tensor | None]:
+        hits.add_(most_likely(logits, wanted).sum())  # first: logits may be written over
+        return compare(logits, over)
+
+    return counted
 
 
 class _Chain:

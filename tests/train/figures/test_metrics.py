@@ -85,7 +85,7 @@ def test_trackers_are_told_the_same_figures(tmp_path: Path) -> None:
     for line in lines(tmp_path / "metrics.jsonl"):
         told = tracker.told[line["step"]]
         for name, value in line.items():
-            if name == "loss_by_depth":
+            if name in ("loss_by_depth", "accuracy_by_depth"):
                 assert [told[f"{name}_{k}"] for k in (1, 2)] == value
             elif name not in ("step", "seconds", "acceptance_by_depth"):
                 assert told[name if "loss" in line else f"eval_{name}"] == value

@@ -19,7 +19,7 @@ from .parts import NOTES, environment
 
 
 def training_pictures(metrics: Path | None, measured: dict[str, Any]) -> list[Picture]:
-    """Loss, τ and acceptance by step, acceptance by depth, the tree, and τ by prompt.
+    """Loss, accuracy, τ and acceptance by step, acceptance by depth, the tree, and τ by prompt.
 
     Args:
         metrics: the figures by step, where there are any.
@@ -30,12 +30,16 @@ def training_pictures(metrics: Path | None, measured: dict[str, Any]) -> list[Pi
     if trained:
         said = "Mean training loss of the steps since the previous point."
         found.append(Picture("loss", "Loss by step", said, partial(plot.draw_loss, lines=trained)))
+    if any("accuracy_by_depth" in line for line in trained):
+        said = "Share of the training text's tokens that were the drafter's most likely ones."
+        draw = partial(plot.draw_by_depth, lines=trained, name="accuracy")
+        found.append(Picture("accuracy", "Accuracy by step", said, draw))
     if len(validated) > 1:
         said = "Decoded from held-out prompts, with the standard error over documents."
         draw = partial(plot.draw_tau, lines=validated, best=measured.get("best_step"))
         found.append(Picture("tau", "Tokens per round, τ, by step", said, draw))
         said = "Share of the drafted tokens whose parent was accepted, by the depth of the token."
-        draw = partial(plot.draw_acceptance, lines=validated)
+        draw = partial(plot.draw_by_depth, lines=validated, name="acceptance")
         found.append(Picture("acceptance_by_step", "Acceptance by step", said, draw))
     if any(measured.get("acceptance_by_depth") or ()):
         draw = partial(drawings.acceptance_by_depth, shares={"": measured["acceptance_by_depth"]})
