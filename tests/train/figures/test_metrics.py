@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from headstart.train.figures.metrics import Metrics, real_tokens, scalars
 from headstart.train.figures.plot import draw_metrics
+from headstart.train.figures.report.training import training_pictures
 from headstart.train.fit.arguments import training_arguments
 from headstart.train.fit.clock import Clock
 from headstart.train.recipe import Train
@@ -62,6 +63,7 @@ def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) ->
             assert "share_of_peak" not in line  # a CPU's is not known
             weighed = [0.8**k * loss for k, loss in enumerate(line["loss_by_depth"], 1)]
             assert len(weighed) == 2 and line["loss"] == pytest.approx(sum(weighed), abs=1e-4)
+            assert len(line["accuracy_by_depth"]) == 2
     assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(written))
     best = [entry for entry in found.state.log_history if "eval_tau" in entry]
     assert best[-1]["eval_acceptance_by_depth"] == [0.5, None] and best[-1]["step"] == 12
@@ -124,6 +126,31 @@ def test_speed_memory_and_share_of_peak(tmp_path: Path, monkeypatch: pytest.Monk
     assert metrics.tokens == 0 and metrics.active == 0
 
 
+def test_accuracy_is_over_all_labels_of_the_targets_text(tmp_path: Path) -> None:
+    """Two micro-batches count as one, what the student wrote does not, and 0 of 0 is no number."""
+    metrics = Metrics(tmp_path / "m.jsonl", Clock(10, None, 0.0), np.array([100]))
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+    losses = torch.tensor([1.0, 2.0, 3.0])
+    for hits in ([[1, 0, 0], [1, 0, 4]], [[1, 0, 3], [9, 0, 4]]):
+        metrics.add(losses, torch.tensor(hits))
+    metrics.add(losses, torch.tensor([[8, 8, 8], [8, 8, 8]]), own_text=True)
+    metrics.on_step_end(None, state, None)
+    metrics.on_step_end(None, state, None)
+    told = metrics.measured()
+    assert told["accuracy_by_depth"] == [0.2, None, 0.375]
+    assert told["loss_by_depth"] == [1.5, 3.0, 4.5]
+    logged = scalars(told)
+    assert logged["accuracy_by_depth_1"] == 0.2 and logged["accuracy_by_depth_3"] == 0.375
+    assert "accuracy_by_depth_2" not in logged
+    metrics.on_log(None, state, None, logs={"loss": 1.0} | logged)
+    metrics.add(losses, torch.tensor([[8, 8, 8], [8, 8, 8]]), own_text=True)
+    metrics.on_step_end(None, state, None)
+    metrics.on_log(None, state, None, logs={"loss": 1.0} | scalars(metrics.measured()))
+    first, second = lines(tmp_path / "m.jsonl")
+    assert first["accuracy_by_depth"] == [0.2, None, 0.375]  # null keeps a depth's place
+    assert second["loss_by_depth"] == [1.0, 2.0, 3.0] and "accuracy_by_depth" not in second
+
+
 def test_trackers_get_numbers_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scalars({"eval_tau": 2.0, "eval_tau_by_source": {"a": 1}, "eval_x": [[0]]}) == {
         "eval_tau": 2.0
@@ -179,6 +206,32 @@ def test_the_plot_shows_what_the_training_took(
     assert [name for name in panels if "peak" in name] == ["share of the GPU's peak"] * gpu
     (line,) = panels["memory, GB"].lines
     assert set(line.get_ydata()) == {3.0} and len(panels) == 5 + gpu
+
+
+def test_the_plot_shows_accuracy_by_depth(
+    metrics_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **how: drawn.append(self))
+    of_training = lines(metrics_file)
+    for line in of_training:
+        if "loss" in line:
+            share = line["step"] / 200
+            line |= {"accuracy_by_depth": [share, None if line["step"] < 50 else share / 2]}
+    metrics_file.write_text("".join(json.dumps(line) + "\n" for line in of_training))
+    assert draw_metrics(metrics_file, tmp_path / "metrics.png")
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
+    assert list(panels) == ["loss", "accuracy by depth", "tokens per round, τ",
+                            "acceptance by depth"]  # fmt: skip
+    first, second = panels["accuracy by depth"].lines
+    assert list(first.get_ydata()) == [step / 200 for step in range(5, 105, 5)]
+    assert list(second.get_xdata()) == list(range(50, 105, 5))
+    named = {picture.name: picture for picture in training_pictures(metrics_file, {})}
+    assert list(named) == ["loss", "accuracy", "tau", "acceptance_by_step"]
+    axes = figure().subplots()
+    named["accuracy"].draw(axes)
+    assert len(axes.lines) == 2
 
 
 def test_there_is_no_plot_without_matplotlib(

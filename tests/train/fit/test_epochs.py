@@ -133,17 +133,27 @@ def test_packed_rows_train_as_rows_do(tmp_path: Path) -> None:
             torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+def accuracies(folder: Path) -> list[list[float]]:
+    """What the lines of training in a folder's metrics tell."""
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["accuracy_by_depth"] for line in found if "loss" in line]
+
+
 @pytest.mark.distributed
 def test_two_processes_go_on_within_an_epoch(tmp_path: Path) -> None:
-    """Byte for byte, and to the weights of one process that takes twice the rows."""
+    """Byte for byte, and to the weights and accuracy of one that takes twice the rows."""
     rows = ragged_rows(tmp_path / "rows")
-    train = {"batch_size": 3, "gradient_accumulation": 2, "dataloader_workers": 1}
+    both: dict[str, Any] = {"gradient_accumulation": 2, "learning_rate": 0.1}
+    train = {"batch_size": 3, "dataloader_workers": 1} | both
     run_in_two_processes(tmp_path, train)
     for rank in (0, 1):
         assert (tmp_path / f"witness-{rank}").read_text() == "MULTI_CPU 2"
     check_same_checkpoints(tmp_path, *FILES)
-    how: dict[str, Any] = {"batch_size": 6, "gradient_accumulation": 2}
-    ragged_trainer(tmp_path / "one", lambda _: IDLE, rows, **how).fit()
+    accuracy = [accuracies(tmp_path)]
+    ragged_trainer(tmp_path / "one", lambda _: IDLE, rows, batch_size=6, **both).fit()
+    accuracy.append(accuracies(tmp_path))
+    assert len(accuracy[0]) == 12 and accuracy[0] == accuracy[1]
+    assert any(0 < share < 1 for line in accuracy[0] for share in line)
     two, one = (tensors(tmp_path / run / "checkpoint-12" / FILES[0]) for run in ("whole", "one"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-6)
