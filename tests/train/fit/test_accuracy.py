@@ -80,7 +80,7 @@ def test_it_is_of_all_labels_since_the_last_line(tmp_path: Path, loss: str) -> N
     run.fit()
     assert len(parts) == 12
     for line, first in zip(lines(tmp_path), (0, 6), strict=True):
-        hits, labels = sum(parts[first : first + 6])
+        hits, labels = np.sum(parts[first : first + 6], axis=0)
         assert line["accuracy_by_depth"] == (hits / labels).tolist()
         of_batches = np.mean([hit / label for hit, label in parts[first : first + 6]], axis=0)
         last = parts[first + 5][0] / parts[first + 5][1]
