@@ -1,5 +1,6 @@
 """On-policy text: the current student's, drawn by (seed, step), and corrected by the target."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +185,7 @@ def trainer(folder: Path, drafter: DraftModel, spec: Train = SPEC, validate: Any
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: int) -> None:
     spec = replace(SPEC, gradient_accumulation=accumulation, batch_size=2, feature_cache_mb=1.0)
-    run = trainer(tmp_path, student(), spec)
+    run = trainer(tmp_path / "run", student(), spec)
     forward, seen = run.module.forward, []
 
     def watched(rows: Any, tokens: Tensor, *others: Any, **how: Any) -> Any:
@@ -200,6 +201,10 @@ def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: 
     ]
     assert {step for step, _, _ in seen} == set(range(12))
     assert {own for _, own, _ in seen} == {True, False}
+    for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        if "loss" in line:  # of its own text a student's accuracy says nothing
+            own = run.student_text.is_due(line["step"] - 1)
+            assert ("accuracy_by_depth" in line) != own and len(line["loss_by_depth"]) == 1
     # Five batches of two rows an epoch, so that with accumulation a last step has but one.
     steps = {step: sum(size for at, _, size in seen if at == step) for step in range(12)}
     short = [step for step, size in steps.items() if size < 2 * accumulation]
