@@ -134,10 +134,10 @@ class LlamaCpp(Engine):
                     [str(program), *models, "--spec-type", kind, "--spec-draft-n-max", depth,
                      "-f", file.name, "-n", enough, *self._OPTIONS]
                 )  # fmt: skip
-            accepted = re.findall(r"accepted (\d+)/", ran.stderr)
             text = ran.stdout.partition(prompt.text)[2]
-            rounds = [int(count) + 1 for count in accepted]
-            found.append(Decoded(text, until(rounds, new_tokens)))
+            rounds, judged = _rounds_of(ran.stderr)
+            rounds = until(rounds, new_tokens)
+            found.append(Decoded(text, rounds, judged[: len(rounds)]))
         return found
 
     def _converted(self, target: Path, folder: Path) -> Path:
@@ -149,6 +149,26 @@ class LlamaCpp(Engine):
     def _convert(self, folder: Path, *options: str) -> None:
         worker = str(_HERE / "to_gguf.py")
         _run([self.python, worker, str(self.folder), str(folder), *options, "--outtype", "f32"])
+
+
+def _rounds_of(log: str) -> tuple[list[int], list[int]]:
+    """How many tokens each round of llama.cpp added, and how many its drafts were worth.
+
+    Recurrent layers cannot forget rejected drafts. So where some are rejected, those that were
+    accepted and the token after them are run again as a draft, which adds one token more.
+
+    >>> _rounds_of("accepted 4/4 … partial acceptance: 1 < 4 … accepted 2/2")
+    ([5, 3], [5, 2])
+    """
+    rounds, judged, partial = list[int](), list[int](), None
+    for event, count in re.findall(r"(partial acceptance:|accepted) (\d+)", log):
+        if event != "accepted":
+            partial = int(count)
+            continue
+        rounds.append(int(count) + 1)
+        judged.append((int(count) if partial is None else partial) + 1)
+        partial = None
+    return rounds, judged
 
 
 def _after(line: str, option: str) -> str:

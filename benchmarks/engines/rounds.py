@@ -8,10 +8,15 @@ from typing import NamedTuple
 
 
 class Decoded(NamedTuple):
-    """A text, and how many tokens each forward of the target added to it."""
+    """A text, and how many tokens each round added to it.
+
+    Attributes:
+        judged: of each round the accepted drafts and one more, where these are not what it added.
+    """
 
     text: str
     rounds: list[int]
+    judged: list[int] | None = None
 
 
 class Agreement(NamedTuple):
@@ -21,8 +26,10 @@ class Agreement(NamedTuple):
     compared: int
 
 
-def agreement(ours: Sequence[int], theirs: Sequence[int], tokens: int) -> Agreement:
-    """Compare the rounds of one text of so many tokens.
+def agreement(
+    ours: Sequence[int], theirs: Sequence[int], tokens: int, judged: Sequence[int] | None = None
+) -> Agreement:
+    """Compare the rounds of one text of so many tokens; of theirs what is `judged`, see `Decoded`.
 
     The first token is left out, which a decoder writes with or without drafts, and so are rounds
     that the end of the text may have cut short.
@@ -30,7 +37,8 @@ def agreement(ours: Sequence[int], theirs: Sequence[int], tokens: int) -> Agreem
     >>> agreement([1, 4, 4, 1, 2], [3, 2, 4, 1, 3], 13)
     Agreement(equal=2, compared=2)
     """
-    mine, other = _by_start(ours), _by_start(theirs)
+    mine = dict(zip(_starts(ours), ours, strict=True))
+    other = dict(zip(_starts(theirs), judged or theirs, strict=True))
     longest = max((*ours, *theirs))
     both = [at for at in mine if at in other and 0 < at <= tokens - longest]
     return Agreement(sum(mine[at] == other[at] for at in both), len(both))
@@ -42,11 +50,13 @@ def until(rounds: Sequence[int], tokens: int) -> list[int]:
     >>> until([1, 4, 4, 4], 9)
     [1, 4, 4]
     """
-    return [count for start, count in _by_start(rounds).items() if start < tokens]
+    starts = _starts(rounds)
+    return [count for start, count in zip(starts, rounds, strict=True) if start < tokens]
 
 
-def _by_start(rounds: Sequence[int]) -> dict[int, int]:
-    return dict(zip((0, *accumulate(rounds)), rounds, strict=False))
+def _starts(rounds: Sequence[int]) -> list[int]:
+    """How long the text is where each round begins."""
+    return [0, *accumulate(rounds[:-1])] if rounds else []
 
 
 def tau(texts: Iterable[Decoded]) -> float:

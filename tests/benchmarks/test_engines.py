@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engines import __main__ as engines
-from benchmarks.engines.engines import LlamaCpp, Prompt, Vllm
+from benchmarks.engines.engines import LlamaCpp, Prompt, Vllm, _rounds_of
 from benchmarks.engines.rounds import Agreement, Decoded, agreement
 from headstart.heads.artifacts.engines import serve_line
 from tests.support.families import drafter as drafter_of
@@ -19,6 +19,17 @@ def test_rounds_of_one_text_are_compared_where_both_begin_one() -> None:
     assert agreement(ours, [3, 4, 2, 3, 3], 15) == Agreement(2, 2)
     # A round accepts less, and both meet again later.
     assert agreement(ours, [1, 3, 1, 2, 2, 3, 3], 15) == Agreement(4, 5)
+
+
+def test_drafts_that_are_run_again_are_compared_as_they_were_judged() -> None:
+    """A round of three accepted drafts of four, and one of four of four."""
+    log = "partial acceptance: 3 < 4, restoring\naccepted 4/4 draft\naccepted 4/4 draft\n"
+    rounds, judged = _rounds_of(log)
+    assert (rounds, judged) == ([5, 5], [4, 5])
+    # Ours begins where theirs does, and goes on a token before.
+    assert agreement([1, 4, 1, 5], [1, *rounds], 20, [1, *judged]) == Agreement(2, 2)
+    assert agreement([1, 4, 1, 4], [1, *rounds], 20, [1, *judged]) == Agreement(1, 2)
+    assert agreement([1, 4, 1, 5], [1, *rounds], 20) == Agreement(1, 2)
 
 
 def test_differing_drafts_are_found() -> None:
@@ -55,7 +66,7 @@ def test_engines_are_started_with_what_is_printed(
         line = serve_line(drafter, form, "place")
         assert line is not None and engine.depth(line) == 3
         found = engine.decode(line, *asked)
-        expected = Decoded("[5, 6, 7]", [1, 2]) if form == "vllm" else Decoded("its text", [3])
-        assert found == [expected]
+        expected = Decoded("[5, 6, 7]", [1, 2])
+        assert found == [expected if form == "vllm" else Decoded("its text", [3], [3])]
     assert ran[-1][ran[-1].index("--spec-type") + 1] == "draft-eagle3"
     assert ran[-1][ran[-1].index("--spec-draft-n-max") + 1] == "3"
