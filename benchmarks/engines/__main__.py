@@ -50,7 +50,7 @@ class Found:
     Attributes:
         reason: why nothing was compared: there is no such export, or the engine failed.
         note: why rounds may differ.
-        rounds_off: whether it computes in fewer bits, so that texts may differ, too.
+        coarser: whether it computes in fewer bits, so that texts may differ, too.
     """
 
     drafter: str
@@ -65,7 +65,7 @@ class Found:
     tau_there: float = float("nan")
     reason: str = ""
     note: str = ""
-    rounds_off: bool = False
+    coarser: bool = False
 
     def __str__(self) -> str:
         start = f"{self.drafter:<28} {self.form:<12}"
@@ -82,7 +82,7 @@ class Found:
         """Whether all texts are the same and, where they should be, all rounds are equal."""
         if self.reason:
             return not self.reason.startswith(_FAILED)
-        texts = self.rounds_off or self.same_texts == self.prompts
+        texts = self.coarser or self.same_texts == self.prompts
         return texts and (bool(self.note) or self.equal == self.compared)
 
 
@@ -230,7 +230,7 @@ def compare(name: str, here: Here, form: str, engine: Engine) -> Found:
         found.note = "there it drafts one token after another"
     if isinstance(engine, Vllm) and is_copy_of_target(here.drafter.config.family_name(), form):
         found.note = "there in bfloat16, the only type of its recurrent layers on a CPU"
-        found.rounds_off = True
+        found.coarser = True
     return _judged(found, here.decoded(engine.depth(line)), there, here.new_tokens)
 
 
