@@ -30,7 +30,7 @@ _COPIES = 512 << 20  # bytes of weights that take turns, more than any GPU's cac
 _REPLAYS, _LAUNCHES = 3, 4
 _FASTEST = 5  # cuts printed
 _SHARED = 227 << 10  # bytes that a program may have on Hopper
-_IN_FLIGHT = 36 << 10  # bytes that a program reads ahead, at least
+_IN_FLIGHT = 32 << 10  # bytes that a program reads ahead, at least
 _UP_TO = (16, 64)  # rows that a cut is for
 
 
