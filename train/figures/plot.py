@@ -23,6 +23,7 @@ _TOOK = (
 )
 
 
+_COLUMNS = 3  # of panels
 _BELOW: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 3}
 _BESIDE: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 """Where a legend covers no line."""
@@ -45,24 +46,26 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
         draws.append(partial(draw_by_depth, lines=trained, name="accuracy"))
     draws.append(partial(draw_tau, lines=validated, best=best))
     draws.append(partial(draw_by_depth, lines=validated, name="acceptance"))
-    rows, columns = 2 if took else 1, len(draws)
-    figure = Figure(figsize=(11 / 3 * columns, 3.6 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten()
+    draws += [partial(_draw_one, lines=trained, title=t, name=n, unit=u) for t, n, u in took]
+    rows = -(-len(draws) // _COLUMNS)
+    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, _COLUMNS, sharex=True, squeeze=False).flatten()
     for axes, draw in zip(panels, draws, strict=False):
         draw(axes)
-    below = panels[columns:]
-    for (title, name, unit), axes in zip(took, below, strict=False):
-        known = [line for line in trained if line.get(name) is not None]
-        values = [line[name] / unit for line in known]
-        axes.plot([line["step"] for line in known], values)
-        axes.set(title=title, xlabel="step", ylim=(0, 1.1 * max(values) or 1))
-        axes.grid(alpha=0.3)
-    for axes in below[len(took) :]:  # a CPU's peak is not known
+        axes.tick_params(labelbottom=True)  # also where there is a panel below
+    for axes in panels[len(draws) :]:
         axes.remove()
-    for axes in panels[:columns]:  # also where there is no panel below
-        axes.tick_params(labelbottom=True)
     figure.savefig(image, dpi=120, metadata={"Software": None})
     return True
+
+
+def _draw_one(axes: Axes, lines: list[Line], title: str, name: str, unit: float) -> None:
+    """A figure of which each line of training has one."""
+    known = [line for line in lines if line.get(name) is not None]
+    values = [line[name] / unit for line in known]
+    axes.plot([line["step"] for line in known], values)
+    axes.set(title=title, xlabel="step", ylim=(0, 1.1 * max(values) or 1))
+    axes.grid(alpha=0.3)
 
 
 def read_metrics(metrics: Path) -> tuple[list[Line], list[Line]]:
