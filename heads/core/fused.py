@@ -89,7 +89,8 @@ class FusedLayers:
 
     Attributes:
         found: how many modules, or functions, of each kind are fused.
-        rows: for how many rows the layers of a kind are one launch of ours, see `rows_together`.
+        rows: for how many rows the layers of a kind, or those alone with a weight of that shape,
+            are one launch of ours, see `rows_together`.
     """
 
     def __init__(self, model: PreTrainedModel):
