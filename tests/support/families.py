@@ -47,12 +47,17 @@ def drafter(name: str, of: str) -> Any:
     if name in UNIONS:
         return DrafterGroup([drafter(each, of) for each in name.split("+")])
     torch.manual_seed(5)
+    return moved(name, of).eval()
+
+
+def moved(name: str, of: str, spread: float = 0.05, **options: Any) -> Any:
+    """A new one, with other options, whose weights are moved that far."""
     model, cls = target(of), family(name)
     config: Any = cls.config_class
-    made = cls(config.for_target(model, **KNOWN[name].small)).double().bind(model)
+    made = cls(config.for_target(model, **{**KNOWN[name].small, **options})).double().bind(model)
     if isinstance(made, TrainableDrafter):
         made.init_from_target(torch.arange(model.config.vocab_size))
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return made.eval()
+            parameter.add_(torch.randn_like(parameter) * spread)
+    return made

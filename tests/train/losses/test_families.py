@@ -20,7 +20,7 @@ from headstart.train.losses.draft_loss import (
 )
 from headstart.train.losses.teacher import Teacher
 from tests.support.families import drafter as shared_drafter
-from tests.support.families import target
+from tests.support.families import moved, target
 from tests.support.tiny import VOCAB
 
 TRAINED = [name for name in FAMILIES if family(name).trainable]
@@ -36,14 +36,8 @@ WEIGHTED = "cross entropy, weighted by acceptance"
 def drafter(name: str, options: dict[str, Any]) -> TrainableDrafter:
     if not options:
         return shared_drafter(name, "tiny").train()
-    config: Any = family(name).config_class
-    options = {**FAMILIES[name].small, **options}
-    made = family(name)(config.for_target(target("tiny"), **options)).double().bind(target("tiny"))
+    made = moved(name, "tiny", **options)
     assert isinstance(made, TrainableDrafter)
-    made.init_from_target(torch.arange(VOCAB))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
     return made
 
 

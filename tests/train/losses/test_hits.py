@@ -13,7 +13,7 @@ from headstart.train.losses import LOSSES, fused
 from headstart.train.losses.comparisons import IGNORED, most_likely
 from headstart.train.losses.draft_loss import DraftLoss, label_counts
 from tests.support.families import drafter as shared_drafter
-from tests.support.families import target
+from tests.support.families import moved, target
 from tests.support.tiny import VOCAB
 
 TRAINED = [name for name in FAMILIES if family(name).trainable]
@@ -28,14 +28,8 @@ def drafter(name: str, **options: Any) -> TrainableDrafter:
     if not options:
         return shared_drafter(name, "tiny").train()
     torch.manual_seed(4)
-    config: Any = family(name).config_class
-    options = {**FAMILIES[name].small, **options}
-    made = family(name)(config.for_target(target("tiny"), **options)).double().bind(target("tiny"))
+    made = moved(name, "tiny", 0.2, **options)
     assert isinstance(made, TrainableDrafter)
-    made.init_from_target(torch.arange(VOCAB))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
     return made.train()
 
 
