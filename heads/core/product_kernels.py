@@ -85,6 +85,29 @@ def _sum(
     return tl.trans(total) if ACROSS else total
 
 
+@triton.jit
+def _columns_of_one(
+    states, weight, bias, out, row, column, rows, width, size, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ACROSS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write some columns of one layer, for all rows."""
+    ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
+    if ROWS == 1:
+        total, _ = _sums_of_one(
+            states, weight, weight, at, ok_column, width, COLUMNS, DEPTH, EVEN,
+            False,  # type: ignore
+        )  # fmt: skip
+    else:
+        total = _sum(
+            states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
+        )
+    if BIAS:
+        total += tl.load(bias + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
+    there = out + row[:, None] * size + column[None, :]
+    tl.store(there, total.to(out.dtype.element_ty), mask=ok_row[:, None] & ok_column[None, :])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _three(
     states, one, two, three, out_one, out_two, out_three, bias_one, bias_two, bias_three,
@@ -103,20 +126,10 @@ def _three(
             tile -= before
             weight, bias, out, size = three, bias_three, out_three, size_three
     row, column = tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)
-    ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
-    if ROWS == 1:
-        total, _ = _sums_of_one(
-            states, weight, weight, at, ok_column, width, COLUMNS, DEPTH, EVEN,
-            False,  # type: ignore
-        )  # fmt: skip
-    else:
-        total = _sum(
-            states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
-        )
-    if BIAS:
-        total += tl.load(bias + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
-    there = out + row[:, None] * size + column[None, :]
-    tl.store(there, total.to(out.dtype.element_ty), mask=ok_row[:, None] & ok_column[None, :])
+    _columns_of_one(
+        states, weight, bias, out, row, column, rows, width, size, BIAS, ROWS, COLUMNS, DEPTH,
+        ACROSS, EVEN,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -156,20 +169,10 @@ def _one(
 ):  # fmt: skip
     """Some columns of one layer, for all rows."""
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
-    if ROWS == 1:
-        total, _ = _sums_of_one(
-            states, weight, weight, at, ok_column, width, COLUMNS, DEPTH, EVEN,
-            False,  # type: ignore
-        )  # fmt: skip
-    else:
-        total = _sum(
-            states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, ACROSS, EVEN
-        )
-    if BIAS:
-        total += tl.load(bias + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
-    there = out + row[:, None].to(tl.int64) * size + column[None, :]
-    tl.store(there, total.to(out.dtype.element_ty), mask=ok_row[:, None] & ok_column[None, :])
+    _columns_of_one(
+        states, weight, bias, out, row, column, rows, width, size, BIAS, ROWS, COLUMNS, DEPTH,
+        ACROSS, EVEN,
+    )  # fmt: skip
 
 
 class _Cut(NamedTuple):
