@@ -145,6 +145,7 @@ def load_speculator(options: argparse.Namespace, early: Early | None = None) -> 
     from headstart.heads.artifacts.hub import target_options
 
     placed = any(getattr(options, name, None) is not None for name in _PLACING)
+    placed = placed or getattr(options, "tensor_parallel", 1) > 1
     placing = _placing(options) if placed else {}  # mistakes in the options come first
     target_options(options.target)  # what is not there is said before torch is imported
     for source in drafters:
@@ -257,8 +258,16 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
 
 
 def _placing(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for --device, --max-memory and --offload-folder."""
+    """The arguments of `load` for --device, --max-memory, --offload-folder, --tensor-parallel."""
     name, memory, folder = (getattr(options, each, None) for each in _PLACING)
+    if (processes := getattr(options, "tensor_parallel", 1)) > 1:
+        if given := [each for each in _PLACING if getattr(options, each, None) is not None]:
+            flag = given[0].replace("_", "-")
+            raise UsageError(
+                f"--{flag} with --tensor-parallel, which takes the first {processes} GPUs; leave "
+                "one of them out"
+            )
+        return {"tensor_parallel": processes}
     if memory is None:
         if folder is not None:
             raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")

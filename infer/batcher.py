@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
-from headstart.heads.core import RowSettings
+from headstart.heads.core import RowSettings, in_parts
 
 from .continuous import Stream
 from .decoding_method import DecodingMethod, Given
@@ -33,6 +33,7 @@ from .runners import settings_of
 from .speculator import Speculator
 from .stats import Drafted, Emitted, Stats
 from .streamer import hand_on
+from .tensor_parallel import leads
 from .trees.by_request import heat_of
 
 
@@ -101,6 +102,11 @@ class Batcher(DecodingMethod):
     def __init__(self, speculator: Speculator, rows: int = 8):
         if rows < 1:
             raise OptionError(f"rows is {rows}; expected at least 1.")
+        if in_parts(speculator.model) and not leads(speculator.model):
+            raise OptionError(
+                "the target's layers are divided among processes, to each of which requests may "
+                "come in another order; load it with tensor_parallel in a single process."
+            )
         self.speculator, self.rows, self.tokenizer = speculator, rows, speculator.tokenizer
         self._lock = threading.Lock()
         self._waiting: deque[_Job] = deque()

@@ -192,7 +192,7 @@ class Stream:
         self._rows = []
         for name in ("request", "decoding"):
             vars(self).pop(name, None)
-        self.speculator.target.cache.release()
+        self.speculator.target.release()
         if rows > 1:
             self.limit = rows // 2
             warnings.warn(
@@ -261,7 +261,7 @@ class Stream:
         behind = runner.slots_ahead + request.policy.nodes
         request.capacity = Capacity(1, self.longest, behind, first)
         capacity = in_steps(request.capacity.slots)
-        target.cache.resize(batch, capacity)
+        target.resize(batch, capacity)
         context = None if target.limit is None else target.limit.positions
         pads = np.zeros(batch, dtype=int)
         request.rows = Rows(pads, 1, 0, request.eos, vocabulary, context, False)
@@ -311,7 +311,7 @@ class Stream:
         cached, features = target.prefill_apart(before, counts, roots)
         request.rows.refill(rows, roots, [running.new_tokens for running in new])
         request.make_space(request.rows.longest)
-        target.cache.adopt(cached, where, max(counts))
+        target.adopt(cached, where, max(counts))
         if request.drafters.members:
             states = request.drafters.start(len(rows), request.capacity.most)
             request.drafters.prefill(states, features, before, count)

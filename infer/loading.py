@@ -28,6 +28,7 @@ from headstart.heads.core import (
 from .rules.registry import find_rule
 from .speculator import Speculator, Trees
 from .target import AUTO, PACKED, way_to_run
+from .tensor_parallel import check_in_parts, load_in_parts
 from .trees.by_request import USUAL, Kind
 from .trees.parse import default_tree, parse_tree
 from .trees.shapes import check_grown_by
@@ -54,6 +55,7 @@ def load(
     compile: bool | str | None = None,
     fused: bool | None = None,
     in_place: bool = True,
+    tensor_parallel: int = 1,
     **options: Any,
 ) -> Speculator:
     """Load a model and its drafter, and return the Speculator that decodes with them.
@@ -86,6 +88,9 @@ def load(
             by name are packed in place, so that each weight is in memory once, and plain calls of
             `speculator.model` run packed too. If False, a packed copy is made, as it is of a model
             that is passed in.
+        tensor_parallel: among how many processes the layers of a target that is given by name are
+            divided, on as many GPUs. This process starts the others, which end with it; drafters
+            are whole in this one. Rounds are not captured as graphs then.
         options: of a target that is given by name, passed to
             `AutoModelForCausalLM.from_pretrained`, such as `dtype`, `device_map` or `revision`.
             `trust_remote_code=True` runs code that comes with the target and its tokenizer; a
@@ -108,13 +113,19 @@ def load(
     _check_dtype(options)
     _check_decoding(tree, rule, expansion, drafters)  # before minutes of loading
     by_name = isinstance(target, str | Path)
-    if device is not None:
+    if tensor_parallel > 1:
+        check_in_parts(tensor_parallel, by_name, device, options)
+    elif device is not None:
         options = _placed(options, device) if by_name else {**options, "device": device}
     if by_name:
         local = target_options(target, options.get("revision"))
         trusted = {**local, "trust_remote_code": options.get("trust_remote_code", False)}
         tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, **trusted)
-        model = load_pretrained(AutoModelForCausalLM, target, **{**local, **options}).eval()
+        options = {**local, **options}
+        if tensor_parallel > 1:
+            model = load_in_parts(target, tensor_parallel, **options)
+        else:
+            model = load_pretrained(AutoModelForCausalLM, target, **options).eval()
         if "dtype" not in options and (hint := faster_type(model)) is not None:
             logger.warning(hint)
     else:

@@ -19,11 +19,12 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
+from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.core import (
     alone,
     current,
     device_and_dtype,
+    in_parts,
     language_model_in,
     release_threads,
 )
@@ -42,7 +43,7 @@ from .request import Request
 from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats
 from .streamer import hand_on
-from .target import Target
+from .tensor_parallel import leads, runner_of
 from .trees.by_request import USUAL, Kind, TreesByRequest, heat_of
 from .trees.expansions import Expansion
 from .trees.parse import default_tree, parse_tree
@@ -171,7 +172,7 @@ class Speculator(DecodingMethod):
         # Autocast would give what a trial caches other types than requests find.
         quiet = torch.autocast(place[0].type, enabled=False)
         with alone(target), quiet, current(place[0]):
-            self.target = Target(target, self.drafters.feature_layers, **self._runs)
+            self.target = runner_of(target, self.drafters.feature_layers, **self._runs)
             self.decoding_drafters = self.target.drafters_to_run(self.drafters)
         if self._captures and (reason := never_captured(target)) is not None:
             raise OptionError(f"graphs is True, and {reason}; leave graphs out.")
@@ -215,8 +216,7 @@ class Speculator(DecodingMethod):
     def _spare(self) -> "Speculator":
         """Another speculator like this one, for a single request; it captures no rounds."""
         spare = copy.copy(self)
-        spare.target, spare.graphs = copy.copy(self.target), None
-        spare.target.cache = SlabCache(self.target.shapes, 0, 0)
+        spare.target, spare.graphs = self.target.spare(), None
         spare._lock, spare._decodes = threading.RLock(), False
         return spare
 
@@ -306,6 +306,11 @@ class Speculator(DecodingMethod):
         vocab = self.target.vocabulary
         mask = read_inputs(input_ids, model_kwargs, vocab)
         ending = Ending.of(stopping_criteria, config, input_ids.shape[1])
+        if config.do_sample and seed is None and in_parts(self.model) and not leads(self.model):
+            raise OptionError(
+                "the target's layers are divided among processes, each of which would draw a seed "
+                "of its own; give all of them the same seed."
+            )
         sampling = read_sampling(config, logits_processor, seed, input_ids, vocab)
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)

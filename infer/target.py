@@ -1,5 +1,6 @@
 """Drives a target model: prefill, verify a tree in one forward, commit the accepted path."""
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from headstart.heads.core import (
     copy_fits,
     device_of,
     has_kernels_for,
+    in_parts,
     in_steps,
     layers_run_by,
     offloaded,
@@ -53,8 +55,13 @@ def way_to_run(model: PreTrainedModel, compile: bool | str, in_place: bool = Fal
     `auto` is packed weights on a CPU, where a short trial finds them faster and a copy that is not
     `in_place` fits into memory, and none elsewhere.
     """
-    if compile is False:
+    if compile is False or (compile == AUTO and in_parts(model)):
         return None
+    if in_parts(model):
+        raise OptionError(
+            f"compile is {compile!r}, and the target is divided among processes, where "
+            "transformers runs its layers; leave compile out."
+        )
     mode = compile
     if mode == AUTO:
         here, packed = device_of(model).type == "cpu", runs_packed(model)
@@ -216,7 +223,7 @@ class Target:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
         capacity = in_steps(max(capacity, tokens.shape[1]))
-        self.cache.resize(len(tokens), capacity)
+        self.resize(len(tokens), capacity)
         return self._run_tapped(
             tokens, partial(prefill_forward, self.runner, self.cache, tokens, counts)
         )
@@ -271,6 +278,24 @@ class Target:
         )
         with self.fused or nullcontext():
             return self._run_tapped(tree.tokens, forward)
+
+    def spare(self) -> "Target":
+        """Another one like it, with a cache of its own."""
+        found = copy.copy(self)
+        found.cache = SlabCache(self.shapes, 0, 0)
+        return found
+
+    def resize(self, batch: int, capacity: int) -> None:
+        """See `SlabCache.resize`."""
+        self.cache.resize(batch, capacity)
+
+    def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
+        """Take rows of what `prefill_apart` returned, see `SlabCache.adopt`."""
+        self.cache.adopt(other, rows, slots)
+
+    def release(self) -> None:
+        """See `SlabCache.release`."""
+        self.cache.release()
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up to the step they grow in."""

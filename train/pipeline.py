@@ -22,7 +22,7 @@ from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import folder_or_repository
 from headstart.heads.artifacts.manifest import sha256
-from headstart.heads.core import load_pretrained, loaded_whole
+from headstart.heads.core import load_pretrained, loaded_whole, options_in_parts
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
@@ -59,7 +59,7 @@ from .processes.launched import (
     several_nodes,
 )
 from .processes.lifetime import watch_processes
-from .processes.tensor_parallel import loading_options
+from .processes.tensor_parallel import WORDS
 from .recipe import Distill, Recipe
 from .rounds import write_in_rounds
 from .scratch_target import train_target
@@ -387,7 +387,7 @@ class Run:
             world, kept = self.args.world_size, self._revision()
             how = load_options(spec, self.args.device, world)
             if spec.tp_plan is not None and world > 1:
-                how |= loading_options(name, spec.tp_plan, world, **kept)
+                how |= options_in_parts(name, spec.tp_plan, world, **WORDS, **kept)
             with loaded_as(spec.dtype, name):
                 model = load_pretrained(AutoModelForCausalLM, name, **how)
             placed = "device_map" in how or "distributed_config" in how

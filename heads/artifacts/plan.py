@@ -69,10 +69,12 @@ def device_name(device: "torch.device") -> str:
 
 
 def machine(target: "PreTrainedModel") -> str:
-    """A target's device and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
+    """A target's devices, and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
     from ..core import device_of, streamed_from
 
     name, streamed = device_name(device_of(target)), streamed_from(target)
+    processes = getattr(target, "tp_size", None) or 1
+    name = f"{processes} × {name}" if processes > 1 else name
     return f"{name}, {streamed}" if streamed else name
 
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from .errors import UnsupportedTarget
+from .errors import OptionError, UnsupportedTarget
 
 _WAS_IN = "_weights_were_in"  # of modules that are resident now, by name
+NOT_READ = "_headstart_not_read"
+"""The attribute of a divided weight that no process reads whole, as the others would not."""
 _BY_US = "_weights_are_brought_ahead"  # the attribute of a module whose hook does not fetch now
 
 
@@ -99,6 +101,11 @@ def _gathered_fsdp2(modules: Sequence[nn.Module], write: bool) -> Iterator[None]
     ]
     whole: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for part, name, weight in owned:
+        if getattr(weight, NOT_READ, False):
+            raise OptionError(
+                f"the {name} of a {type(part).__name__} is read whole, and processes hold parts of "
+                "it, which decode; load the target without tensor_parallel for this."
+            )
         if id(weight) not in whole:
             full = nn.Parameter(weight.detach().full_tensor(), weight.requires_grad)
             whole[id(weight)] = full

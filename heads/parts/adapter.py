@@ -18,7 +18,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core import ArtifactError, OptionError, device_of, offloaded, output_layer, weight_of
+from ..core import (
+    ArtifactError,
+    OptionError,
+    device_of,
+    in_parts,
+    offloaded,
+    output_layer,
+    weight_of,
+)
 from ..declared.adapter import ADAPTER, ADAPTER_WEIGHTS
 from .adapted_layers import chosen_layers, left_out, linear_layers
 
@@ -57,6 +65,11 @@ class Adapter:
         import peft  # slow to import, and not needed by other drafters
 
         assert not self.attached
+        if in_parts(target):
+            raise OptionError(
+                "the target's layers are divided among processes, and this drafter adapts them; "
+                "write the adapted target as a model of its own with headstart merge."
+            )
         self._trainable = [p for p in target.parameters() if p.requires_grad]
         known, chosen = linear_layers(target), chosen_layers(target, self._modules)
         config = peft.LoraConfig(**self._lora, **chosen)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", type=shared.text, help=system)
     add("--no-original", action="store_true", help=_ORIGINAL)
     shared.add_json_argument(parser)
-    shared.add_loading_arguments(parser, faster=False)
+    shared.add_loading_arguments(parser, decodes=False)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -45,6 +45,10 @@ _MEMORY = (
     "for a target that does not fit: how much of its weights each device keeps; the rest is "
     "streamed from CPU memory, then from disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
+_PARALLEL = (
+    "divide the target's layers among N processes, each with a GPU of its own, which this one "
+    "starts (default: 1)"
+)
 OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
 _FOLDER = (
     "where to write weights that --max-memory leaves to the disk, if they cannot be read from the "
@@ -155,15 +159,16 @@ def add_drafting_arguments(parser: argparse.ArgumentParser, compare: bool = Fals
 
 
 def add_loading_arguments(
-    parser: argparse.ArgumentParser, faster: bool = True, pickles: bool = True
+    parser: argparse.ArgumentParser, decodes: bool = True, pickles: bool = True
 ) -> None:
-    """The models' dtype and devices, whether they are made `faster`, and what is trusted."""
+    """The models' dtype and devices, how a command that `decodes` runs them, what is trusted."""
     add = parser.add_argument_group("loading").add_argument
     add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     add("--dtype", metavar="DTYPE", type=dtype, help="float32, bfloat16, … (default: as saved)")
-    if faster:  # `auto` where a trial on a CPU finds them so
+    if decodes:  # `auto` where a trial on a CPU finds them so
         how: dict[str, Any] = {"nargs": "?", "const": True, "default": "auto", "type": _faster}
         add("--compile", metavar="auto|on|off", **how, help=_COMPILE)
+        add("--tensor-parallel", metavar="N", type=positive, default=1, help=_PARALLEL)
     add("--max-memory", metavar="DEVICE=SIZE,…", type=memory, help=_MEMORY)
     add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
     add("--trust-remote-code", action="store_true", help=TRUST)

@@ -70,11 +70,11 @@ def way_report(
         generator), `speedup_vs_NAME` for plain decoding and each of transformers' own ways (of
         `Ratio`; min and max are the extreme prompts), milliseconds per token of each,
         `ms_per_round` (of all rows of a batch), `loop_overhead_ms` (a round minus its forwards
-        replayed alone; NaN where rounds are captured whole, or attend as trees), `round_parts_ms`
-        (see `RoundParts`), the settings (`forwards`: by what those of ours run, plain decoding's
-        too, see `Target`), `distinct_4grams` of the text, `by_prompt`, `samples` with
-        the prompt's last tokens, ids and rounds (see `Answer`), `tree_paths` of a static tree, and
-        `by_category` where there are categories.
+        replayed alone; NaN where `round_parts` has none), `round_parts_ms` (see `RoundParts`), the
+        settings (`forwards`: by what those of ours run, plain decoding's too, see `Target`),
+        `distinct_4grams` of the text, `by_prompt`, `samples` with the prompt's last tokens, ids and
+        rounds (see `Answer`), `tree_paths` of a static tree, and `by_category` where there are
+        categories.
     """
     ours, sampled = cell.found[name], cell.temperature > 0
     tree = speculator.tree_of(cell.batch_size, cell.temperature)

@@ -15,7 +15,7 @@ from headstart.heads.group import fused_layers
 from headstart.heads.parts.vocabulary import TrimmedVocabulary
 
 from ..graphs import as_now, captures_rounds, repeated
-from ..target import Target
+from ..tensor_parallel import runner_of
 from ..trees.static import StaticTree
 from .own_text import Tick, Written
 from .timing import Call, interleaved, medians
@@ -41,7 +41,7 @@ def verify_costs(
         tick: called after each of `TURNS` turns.
         compile: how forwards run, see `Speculator`.
     """
-    target = Target(model, tuple(feature_layers), compile=compile)
+    target = runner_of(model, tuple(feature_layers), compile=compile)
     batch, length = context.shape
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.core import CACHE, attending, offloaded, run_streamed
+from headstart.heads.core import CACHE, attending, in_parts, offloaded, run_streamed
 
 from ..speculator import Speculator
 from .timing import Stopwatch
@@ -49,10 +49,12 @@ def round_parts(
         repeats: how often the forwards are replayed; the median counts.
 
     Returns:
-        None where rounds are captured whole, or attend as trees, and where there was no round.
+        None where rounds are captured whole, or attend as trees, where processes hold parts of the
+        target, and where there was no round.
     """
     rounds = speculator.stats.rounds
-    if speculator.graphs is not None or speculator.target.windows.tree or not rounds:
+    captured = speculator.graphs is not None or speculator.target.windows.tree
+    if captured or in_parts(speculator.model) or not rounds:
         return None
     replayed = [_replay(speculator, decode) for _ in range(repeats)]
     verify, draft = (median(each) / rounds for each in zip(*replayed, strict=True))

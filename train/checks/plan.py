@@ -25,7 +25,7 @@ from transformers import (
 from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafter, family
 from headstart.heads.artifacts.files import MALFORMED, brief
 from headstart.heads.artifacts.hub import model_commit, target_options
-from headstart.heads.core import FeatureTap, load_pretrained
+from headstart.heads.core import FeatureTap, load_pretrained, whole_plan
 from headstart.heads.families import with_article
 from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
@@ -39,7 +39,7 @@ from ..fit.packing_trial import check_packing
 from ..fit.target_with_drafter import checkpoint_activations
 from ..fit.warm_start import start_from
 from ..losses.draft_loss import DraftLoss
-from ..processes.tensor_parallel import whole_plan
+from ..processes.tensor_parallel import WORDS
 from ..recipe import Recipe
 from ..scratch_target import model_config
 
@@ -86,7 +86,7 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     drafter = _drafter(recipe, kind, target)
     check_feature_files(recipe, drafter.adapter is not None)
     if (parts := recipe.target.tp_plan) is not None:
-        whole_plan(target, parts, processes)
+        whole_plan(target, parts, processes, **WORDS)
         _check_parts(recipe, drafter)
     if isinstance(drafter, TrainableDrafter):
         if recipe.train.from_ is not None:

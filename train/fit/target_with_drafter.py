@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
-from headstart.heads.core import FeatureTap, decoder_of
+from headstart.heads.core import FeatureTap, decoder_of, in_parts
 from headstart.heads.families import with_article
 from headstart.infer.measure.progress import progress_bar
 
@@ -30,7 +30,6 @@ from ..losses.draft_loss import (
     unbroken,
 )
 from ..processes.engine import weights_are_sharded
-from ..processes.tensor_parallel import in_parts
 from .feature_files import FeatureFiles, FeatureFolder
 
 logger = logging.getLogger(__name__)

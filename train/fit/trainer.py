@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS
-from headstart.heads.core import gathered, in_shards, output_layer
+from headstart.heads.core import gathered, in_parts, in_shards, output_layer
 from headstart.heads.core.files import flush_folder
 
 from ..data.batches import batch_loader, read_ahead
@@ -46,7 +46,6 @@ from ..processes.engine import (
     weights_are_sharded,
 )
 from ..processes.stopping import Interrupted, StopSignals
-from ..processes.tensor_parallel import in_parts
 from ..recipe import Train
 from .checkpoints import (
     Reached,

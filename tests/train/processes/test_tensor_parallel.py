@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
 
 from headstart.heads import OptionError
+from headstart.heads.core import in_parts, whole_plan
 from headstart.train.checks.plan import plan_run
 from headstart.train.fit.arguments import load_options
-from headstart.train.processes.tensor_parallel import check_together, in_parts, whole_plan
+from headstart.train.processes.tensor_parallel import WORDS, check_together
 from headstart.train.recipe import RecipeError, TargetSpec, parse_recipe
 from tests.support.recipes import TINY
 
@@ -34,11 +35,11 @@ def tiny(**more: Any) -> Any:
 
 def test_layers_are_divided_and_the_ends_are_whole() -> None:
     target = model(**LLAMA)
-    styles = whole_plan(target, "auto", 3)
+    styles = whole_plan(target, "auto", 3, **WORDS)
     assert styles["model.layers.*.self_attn.q_proj"] == "colwise"
     assert styles["lm_head"] == styles["model.embed_tokens"] == "replicate"
     changed = {"model.layers.*.mlp.up_proj": "replicate"}
-    assert whole_plan(target, changed, 3) == styles | changed
+    assert whole_plan(target, changed, 3, **WORDS) == styles | changed
     assert not in_parts(target)
 
 
@@ -56,7 +57,7 @@ def test_what_cannot_be_divided_is_refused(
     kind: Any, sizes: dict[str, Any], plan: Any, world: int, words: str
 ) -> None:
     with pytest.raises(OptionError, match=words) as refused:
-        whole_plan(model(kind, **sizes), plan, world)
+        whole_plan(model(kind, **sizes), plan, world, **WORDS)
     assert "\n" not in str(refused.value) and "target.tp_plan" in str(refused.value)
 
 
