@@ -114,7 +114,8 @@ def load(
     _check_decoding(tree, rule, expansion, drafters)  # before minutes of loading
     by_name = isinstance(target, str | Path)
     if tensor_parallel > 1:
-        check_in_parts(tensor_parallel, by_name, device, options)
+        ways = {"compile": compile, "fused": fused, "graphs": graphs}
+        check_in_parts(tensor_parallel, by_name, device, options, ways)
     elif device is not None:
         options = _placed(options, device) if by_name else {**options, "device": device}
     if by_name:

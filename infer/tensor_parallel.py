@@ -45,7 +45,7 @@ from headstart.heads.core import (
 from headstart.heads.core.offload import NOT_READ
 
 from .sent import receive, send
-from .target import Target, way_to_run
+from .target import AUTO, Target, way_to_run
 
 _WORKER = "headstart.infer.tensor_parallel_worker"
 _LATE = timedelta(hours=2)  # after which a process counts as lost; loading may take long
@@ -220,8 +220,13 @@ def _without_interrupts() -> Iterator[None]:
 _workers: Workers | None = None
 
 
-def check_in_parts(processes: int, by_name: bool, device: Any, options: Mapping[str, Any]) -> None:
+def check_in_parts(
+    processes: int, by_name: bool, device: Any, options: Mapping[str, Any], ways: Mapping[str, Any]
+) -> None:
     """Refuse what `load` is given beside `tensor_parallel`, before anything is loaded.
+
+    Args:
+        ways: to run that it has not, which are refused where they are asked for.
 
     Raises:
         OptionError: a model that is loaded already, a place for it, too few GPUs, or another number
@@ -236,6 +241,11 @@ def check_in_parts(processes: int, by_name: bool, device: Any, options: Mapping[
         raise OptionError(
             "tensor_parallel puts a part of the target on each of the first GPUs, and device or "
             "device_map says where all of it is; leave that out."
+        )
+    if asked := [name for name, value in ways.items() if value not in (None, False, AUTO)]:
+        raise OptionError(
+            f"{asked[0]} is {ways[asked[0]]!r}, and the target is divided among processes, where "
+            f"transformers runs its layers; leave {asked[0]} out."
         )
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
@@ -384,10 +394,6 @@ class LedTarget(Target):
         self._number = self._workers.number(self)
         with self._workers.together("target", self._number, led.number, attention):
             super().__init__(model, feature_layers, attention, compile, fused=False)
-
-    @property
-    def forwards(self) -> str:
-        return f"a target in {self._workers.processes} processes"
 
     def spare(self) -> Target:
         found = copy.copy(self)

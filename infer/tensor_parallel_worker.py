@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 from headstart.heads import HeadstartError, TokenTree
 from headstart.heads.core import CACHE, Topology, brief, decoder_of, load_pretrained
@@ -93,6 +94,8 @@ class Part:
 
 def main(device: str, port: str, processes: str, rank: str) -> None:
     """Join the others, and run what is told until nobody tells any more."""
+    logging.set_verbosity_error()  # the leader says what all would
+    logging.disable_progress_bar()
     told = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer

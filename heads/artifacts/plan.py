@@ -70,11 +70,10 @@ def device_name(device: "torch.device") -> str:
 
 def machine(target: "PreTrainedModel") -> str:
     """A target's devices, and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
-    from ..core import device_of, streamed_from
+    from ..core import device_of, processes_of, streamed_from
 
     name, streamed = device_name(device_of(target)), streamed_from(target)
-    processes = getattr(target, "tp_size", None) or 1
-    name = f"{processes} × {name}" if processes > 1 else name
+    name = f"{count} × {name}" if (count := processes_of(target)) > 1 else name
     return f"{name}, {streamed}" if streamed else name
 
 

@@ -22,9 +22,14 @@ Plan = str | dict[str, Any]
 """`auto`, or styles of transformers by the names of modules, in place of those in its plan."""
 
 
+def processes_of(model: PreTrainedModel | None) -> int:
+    """Among how many processes a model's layers are divided, all of which run it on one batch."""
+    return getattr(model, "tp_size", None) or 1
+
+
 def in_parts(model: PreTrainedModel | None) -> bool:
-    """Whether a model's layers are divided, so that all processes must run it on one batch."""
-    return (getattr(model, "tp_size", None) or 1) > 1
+    """Whether a model's layers are divided among processes."""
+    return processes_of(model) > 1
 
 
 def options_in_parts(

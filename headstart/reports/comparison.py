@@ -93,7 +93,7 @@ def _unsure(report: Report, name: str) -> bool:
 
 def _print_shared(reports: Sequence[Report], console: Console) -> None:
     """Print the settings that compared runs share, and every remark once."""
-    names = ("dtype", "forwards", "prompts", "tokens", "threads")
+    names = ("dtype", "forwards", "prompts", "tokens", "threads", "processes")
     shared = {key: reports[0].get(key) for key in names}
     print_apart(console, grid(setting_rows(shared)))
     print_remarks(reports, console)

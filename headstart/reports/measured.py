@@ -235,6 +235,7 @@ def setting_rows(report: Report) -> list[tuple[str, str]]:
         ("forwards", f"with {faster}" if (faster := faster_forwards(report)) else ""),
         ("prompts", shown(report, "prompts", "{}" + shown(report, "tokens", ", {:,} tokens"))),
         ("threads", shown(report, "threads", "{}")),
+        ("processes", f"{count}" if (count := report.get("processes") or 1) > 1 else ""),
         ("seconds a stage", f"{seconds}  (sum {sum(stages.values()):.0f})" if stages else ""),
     ]
 

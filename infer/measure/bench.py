@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.artifacts.plan import dtype_name
+from headstart.heads.core import processes_of
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
@@ -122,6 +123,7 @@ def way_report(
         "tokens": sum(map(len, texts)),
         "distinct_4grams": distinct_4grams(texts),
         "threads": torch.get_num_threads(),
+        "processes": processes_of(speculator.model),
         "by_prompt": _by_prompt(cell, name, chats, answers),
         "samples": _samples(chats, answers),
     }

@@ -24,7 +24,7 @@ from headstart.heads.core import weight_of
 from headstart.infer import Batcher, Speculator
 from headstart.infer import tensor_parallel as module
 from headstart.infer.measure.planner import make_plan
-from headstart.infer.tensor_parallel import load_in_parts
+from headstart.infer.tensor_parallel import LedTarget, load_in_parts
 from tests.support import families
 from tests.support.tiny import VOCAB, letters, tiny
 
@@ -88,7 +88,7 @@ def test_other_architectures_and_batches(parts: dict[str, Any], name: str) -> No
 
 def test_requests_of_threads_together_and_processors_of_this_process_alone(llama: Any) -> None:
     class AtSeven(StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> torch.Tensor:
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             return torch.full((len(input_ids),), input_ids.shape[1] >= 17)
 
     calls: list[dict[str, Any]] = [SAMPLED | {"seed": seed} for seed in range(4)]
@@ -133,6 +133,7 @@ def test_what_is_not_needed_any_more_is_dropped(llama: Any) -> None:
     workers = llama._headstart_led.workers
     speculator = Speculator(llama)
     written(speculator, **GREEDY)
+    assert isinstance(speculator.target, LedTarget)
     number = speculator.target._number
     del speculator
     gc.collect()
@@ -178,6 +179,8 @@ def test_targets_that_cannot_be_divided(folder: Path) -> None:
     for where in places:
         with pytest.raises(OptionError, match="leave that out"):
             headstart.load(folder / "llama", tensor_parallel=2, **where)
+    with pytest.raises(OptionError, match="fused is True, and the target is divided"):
+        headstart.load(folder / "llama", tensor_parallel=2, fused=True)
     with pytest.raises(OptionError, match="the target is a model that is loaded already"):
         headstart.load(tiny("llama"), tensor_parallel=2)
 
