@@ -113,6 +113,11 @@ def load(
     _check_dtype(options)
     _check_decoding(tree, rule, expansion, drafters)  # before minutes of loading
     by_name = isinstance(target, str | Path)
+    if plans := [name for name in ("tp_plan", "tp_size", "distributed_config") if name in options]:
+        raise OptionError(
+            f"{plans[0]} divides a target among processes that a launcher starts; give "
+            "tensor_parallel=N, with which this process starts the others."
+        )
     if tensor_parallel > 1:
         ways = {"compile": compile, "fused": fused, "graphs": graphs}
         check_in_parts(tensor_parallel, by_name, device, options, ways)

@@ -22,16 +22,25 @@ from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import machine
 from headstart.heads.core import weight_of
 from headstart.infer import Batcher, Speculator
-from headstart.infer import tensor_parallel as module
 from headstart.infer.measure.planner import make_plan
-from headstart.infer.tensor_parallel import LedTarget, load_in_parts
+from headstart.infer.tensor_parallel import load_in_parts, loading
+from headstart.infer.tensor_parallel.led import LedTarget
+from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
 from tests.support import families
+from tests.support.recurrent import RECURRENT
 from tests.support.tiny import VOCAB, letters, tiny
 
 NAMES = ("llama", "qwen3", "gemma3")
 IDS = torch.arange(2, 12).unsqueeze(0)
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+EXPERTS = {"mixtral", "deepseek-v3", "qwen3-next", "qwen3.5 experts", "lfm2 experts"}
+"""Whose experts torch multiplies in float64 only in a whole model."""
+NOT_DIVIDED = {
+    "gemma4 keys as values", "gpt2", "falcon", "opt", "stablelm", "gpt-oss", "lfm2", "falcon-h1",
+    "bamba", "zamba2",
+}  # fmt: skip
+"""For which transformers has no plan, or whose keys and values have a single head."""
 FAMILIES = sorted({*families.KNOWN} - {*families.PUBLISHED, "medusa2"})
 
 
@@ -49,8 +58,8 @@ def parts(folder: Path) -> Iterator[dict[str, Any]]:
     """Tiny targets in two processes, which end with the module's tests."""
     threads = torch.get_num_threads()
     yield {name: load_in_parts(folder / name, 2, dtype=torch.float64) for name in NAMES}
-    assert module._workers is not None
-    module._workers.close()
+    assert loading._workers is not None
+    loading._workers.close()
     torch.set_num_threads(threads)
 
 
@@ -83,6 +92,27 @@ def test_other_architectures_and_batches(parts: dict[str, Any], name: str) -> No
     for model in (tiny(name), parts[name]):
         speculator = headstart.load(model, "recycling", tree="chain:3")
         texts.append(speculator.generate(ids, attention_mask=mask, **SAMPLED).tolist())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *RECURRENT])
+def test_every_architecture_that_can_be_divided(
+    parts: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    dtype = torch.float32 if name in EXPERTS else torch.float64
+    whole = ({**ARCHITECTURES, **RECURRENT}[name])().to(dtype).eval()
+    whole.save_pretrained(tmp_path)
+    try:
+        divided = load_in_parts(tmp_path, 2, dtype=dtype)
+    except OptionError:
+        assert name in NOT_DIVIDED
+        return
+    assert name not in NOT_DIVIDED
+    texts = []
+    for model in (whole, divided):
+        speculator = headstart.load(model, "recycling", tree="cartesian:2,2")
+        texts.append([written(speculator, **GREEDY), written(speculator, **SAMPLED)])
     assert texts[0] == texts[1]
 
 
@@ -179,6 +209,8 @@ def test_targets_that_cannot_be_divided(folder: Path) -> None:
     for where in places:
         with pytest.raises(OptionError, match="leave that out"):
             headstart.load(folder / "llama", tensor_parallel=2, **where)
+    with pytest.raises(OptionError, match="give tensor_parallel=N"):
+        headstart.load(folder / "llama", tp_plan="auto")
     with pytest.raises(OptionError, match="fused is True, and the target is divided"):
         headstart.load(folder / "llama", tensor_parallel=2, fused=True)
     with pytest.raises(OptionError, match="the target is a model that is loaded already"):
@@ -188,11 +220,11 @@ def test_targets_that_cannot_be_divided(folder: Path) -> None:
 SCRIPT = """
 import os, signal, sys, threading, time
 import headstart
-from headstart.infer import tensor_parallel
+from headstart.infer.tensor_parallel import loading
 
 def load():
     made = headstart.load(sys.argv[1], "recycling", tensor_parallel=2, dtype="float64")
-    print(*(each.pid for each in tensor_parallel._workers._started), flush=True)
+    print(*(each.pid for each in loading._workers._started), flush=True)
     return made, made.tokenizer("abc", return_tensors="pt").input_ids
 
 def send(how):
@@ -212,7 +244,7 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
 print(speculator.generate(ids, max_new_tokens=100, do_sample=False).equal(expected), flush=True)
 try:
-    decode_until(tensor_parallel._workers._started[0].pid, signal.SIGKILL)
+    decode_until(loading._workers._started[0].pid, signal.SIGKILL)
 except headstart.heads.DecodingError as error:
     print(error, flush=True)
 speculator, ids = load()

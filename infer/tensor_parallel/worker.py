@@ -1,7 +1,7 @@
 """A process that holds a part of a target, and runs what the leader tells it to.
 
-Started by `tensor_parallel.Workers`, as `python -m headstart.infer.tensor_parallel_worker DEVICE
-PORT PROCESSES RANK`. What it is told comes from stdin, and it ends with that; its answers go to
+Started by `Workers`, as `python -m headstart.infer.tensor_parallel.worker DEVICE PORT PROCESSES
+RANK`. What it is told comes from stdin, and it ends with that; its answers go to
 stdout.
 """
 
@@ -21,9 +21,9 @@ from transformers.utils import logging
 from headstart.heads import HeadstartError, TokenTree
 from headstart.heads.core import CACHE, Topology, brief, decoder_of, load_pretrained
 
+from ..target import Target
 from .sent import receive, send
-from .target import Target
-from .tensor_parallel import join
+from .workers import join
 
 
 class Part:

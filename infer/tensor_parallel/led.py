@@ -1,0 +1,177 @@
+"""A divided target in the process that leads the others: what it runs, they run as well."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from headstart.heads import OptionError, SlabCache, TokenTree
+from headstart.heads.core import CACHE, decoder_of
+
+from ..target import Target, way_to_run
+from .workers import Workers
+
+_REORDERS = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices")
+
+
+class Led:
+    """A divided model's part in this process, and the workers that have the others.
+
+    Args:
+        number: of the model, as the workers know it.
+    """
+
+    def __init__(self, workers: Workers, number: int):
+        self.workers, self.number = workers, number
+
+    def __deepcopy__(self, memo: Any) -> Led:
+        return self
+
+    def cache_number(self, cache: Any) -> int | None:
+        """That of a cache which `generate` made; the workers have one of their own for it.
+
+        Raises:
+            OptionError: a cache of another kind.
+        """
+        if cache is None:
+            return None
+        if type(cache) is not DynamicCache:
+            raise OptionError(
+                f"found a {type(cache).__name__} for a target that is divided among processes; "
+                "expected a DynamicCache: leave cache_implementation out."
+            )
+        own: Any = cache
+        if not hasattr(own, "_headstart_number"):
+            own._headstart_number = self.workers.number(own)
+            for name in _REORDERS:
+                setattr(own, name, _refuse)
+        return own._headstart_number
+
+
+def _refuse(*args: Any, **options: Any) -> None:
+    raise OptionError(
+        "a target that is divided among processes keeps each row's cache in its place; expected "
+        "greedy decoding or sampling: leave num_beams out."
+    )
+
+
+def _led_forward(led: Led, decoder: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model, or of its decoder, which the workers run as well."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **options: Any) -> Any:
+        if led.workers.inside:
+            return forward(*args, **options)
+        cache, others = options.get(CACHE), {k: v for k, v in options.items() if k != CACHE}
+        number = led.cache_number(cache)
+        length = 0 if cache is None else cache.get_seq_length()
+        told = led.number, decoder, number, length, args, others
+        with led.workers.together("forward", *told):
+            return forward(*args, **options)
+
+    return run
+
+
+def lead(model: Any, workers: Workers, number: int) -> None:
+    """Have the workers run a model's forwards, too, and keep those of its targets in step."""
+    model._headstart_led = led = Led(workers, number)
+    for decoder, runs in ((False, model), (True, decoder_of(model))):
+        runs.forward = _led_forward(led, decoder, runs.forward)
+
+
+def leads(model: PreTrainedModel) -> bool:
+    """Whether a model is divided among processes of which this one leads the others."""
+    return hasattr(model, "_headstart_led")
+
+
+def runner_of(model: PreTrainedModel, *args: Any, **options: Any) -> Target:
+    """The `Target` that runs a model's forwards, and has the workers run those of a divided one."""
+    if (led := getattr(model, "_headstart_led", None)) is None:
+        return Target(model, *args, **options)
+    return LedTarget(led, model, *args, **options)
+
+
+class LedTarget(Target):
+    """A divided target: what this process runs of it, the others run as well."""
+
+    def __init__(
+        self,
+        led: Led,
+        model: PreTrainedModel,
+        feature_layers: Sequence[int] = (),
+        attention: str = "auto",
+        compile: bool | str = False,
+        fused: bool | None = None,
+    ):
+        way_to_run(model, compile)  # what is refused here alone, before the others are told
+        if fused:
+            raise OptionError(
+                "fused is True, and the target is divided among processes, where transformers runs "
+                "its layers; leave fused out."
+            )
+        self._workers = led.workers
+        self._number = self._workers.number(self)
+        with self._workers.together("target", self._number, led.number, attention):
+            super().__init__(model, feature_layers, attention, compile, fused=False)
+
+    def spare(self) -> Target:
+        found = copy.copy(self)
+        found._number = self._workers.number(found)
+        with self._workers.together("spare", found._number, self._number):
+            found.cache = SlabCache(self.shapes, 0, 0)
+        return found
+
+    def prefill(
+        self, tokens: Tensor, counts: Sequence[int], capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        with self._together("prefill", tokens, counts, capacity):
+            return super().prefill(tokens, counts, capacity)
+
+    def prefill_apart(
+        self, tokens: Tensor, counts: Sequence[int], kept: Sequence[int]
+    ) -> tuple[SlabCache, Tensor]:
+        number = self._workers.next_number()
+        with self._workers.together("apart", number, self._number, tokens, counts, kept):
+            apart, features = super().prefill_apart(tokens, counts, kept)
+        weakref.finalize(apart, self._workers.drop, number)
+        apart._headstart_number = number  # type: ignore[attr-defined]
+        return apart, features
+
+    def verify(
+        self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        shape = tree.topology
+        own = shape.parents, shape.max_depth, shape.width, shape.children
+        told = self._number, tree.tokens, own, lengths, longest, even
+        with self._workers.together("verify", *told):
+            return super().verify(tree, lengths, longest, even)
+
+    def resize(self, batch: int, capacity: int) -> None:
+        with self._together("resize", batch, capacity):
+            super().resize(batch, capacity)
+
+    def reserve(self, slots: int) -> int:
+        with self._together("reserve", slots):
+            return super().reserve(slots)
+
+    def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
+        number = other._headstart_number  # type: ignore[attr-defined]
+        with self._workers.together("adopt", self._number, number, rows, slots):
+            super().adopt(other, rows, slots)
+
+    def release(self) -> None:
+        with self._together("release"):
+            super().release()
+
+    def commit(self, path: Tensor, in_place: bool = False) -> None:
+        with self._together("commit", path, in_place):
+            super().commit(path, in_place)
+
+    def _together(self, method: str, *args: Any) -> Any:
+        return self._workers.together("call", self._number, method, *args)
