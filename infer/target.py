@@ -222,11 +222,13 @@ class Target:
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
-        capacity = in_steps(max(capacity, tokens.shape[1]))
-        self.resize(len(tokens), capacity)
-        return self._run_tapped(
-            tokens, partial(prefill_forward, self.runner, self.cache, tokens, counts)
-        )
+        self.resize(len(tokens), in_steps(max(capacity, tokens.shape[1])))
+        return self.run_prompts(tokens, counts)
+
+    def run_prompts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The forward of `prefill`, over the cache as it is."""
+        forward = partial(prefill_forward, self.runner, self.cache, tokens, counts)
+        return self._run_tapped(tokens, forward)
 
     def prefill_apart(
         self, tokens: Tensor, counts: Sequence[int], kept: Sequence[int]

@@ -20,7 +20,7 @@ from .errors import OptionError, UnsupportedTarget
 
 _WAS_IN = "_weights_were_in"  # of modules that are resident now, by name
 NOT_READ = "_headstart_not_read"
-"""The attribute of a divided weight that no process reads whole, as the others would not."""
+"""The attribute of a module whose weights no process reads whole, as the others would not."""
 _BY_US = "_weights_are_brought_ahead"  # the attribute of a module whose hook does not fetch now
 
 
@@ -101,7 +101,7 @@ def _gathered_fsdp2(modules: Sequence[nn.Module], write: bool) -> Iterator[None]
     ]
     whole: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for part, name, weight in owned:
-        if getattr(weight, NOT_READ, False):
+        if getattr(part, NOT_READ, False):
             raise OptionError(
                 f"the {name} of a {type(part).__name__} is read whole, and processes hold parts of "
                 "it, which decode; load the target without tensor_parallel for this."

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads import OptionError, SlabCache, TokenTree
-from headstart.heads.core import CACHE, decoder_of
+from headstart.heads.core import CACHE, decoder_of, device_and_dtype
 
 from ..target import Target, way_to_run
 from .workers import Workers
@@ -24,14 +24,11 @@ class Led:
     """A divided model's part in this process, and the workers that have the others.
 
     Args:
-        number: of the model, as the workers know it.
+        number: of the model, as the workers know it; place: where it runs, in which dtype.
     """
 
-    def __init__(self, workers: Workers, number: int):
-        self.workers, self.number = workers, number
-
-    def __deepcopy__(self, memo: Any) -> Led:
-        return self
+    def __init__(self, workers: Workers, number: int, place: Any):
+        self.workers, self.number, self.place = workers, number, place
 
     def cache_number(self, cache: Any) -> int | None:
         """That of a cache which `generate` made; the workers have one of their own for it.
@@ -48,6 +45,12 @@ class Led:
             )
         own: Any = cache
         if not hasattr(own, "_headstart_number"):
+            if own.get_seq_length():
+                raise OptionError(
+                    f"found a cache of {own.get_seq_length()} tokens for a target that is divided "
+                    "among processes, and the others have none; give an empty DynamicCache to the "
+                    "first forward."
+                )
             own._headstart_number = self.workers.number(own)
             for name in _REORDERS:
                 setattr(own, name, _refuse)
@@ -80,7 +83,7 @@ def _led_forward(led: Led, decoder: bool, forward: Callable[..., Any]) -> Callab
 
 def lead(model: Any, workers: Workers, number: int) -> None:
     """Have the workers run a model's forwards, too, and keep those of its targets in step."""
-    model._headstart_led = led = Led(workers, number)
+    model._headstart_led = led = Led(workers, number, device_and_dtype(model))
     for decoder, runs in ((False, model), (True, decoder_of(model))):
         runs.forward = _led_forward(led, decoder, runs.forward)
 
@@ -109,7 +112,13 @@ class LedTarget(Target):
         compile: bool | str = False,
         fused: bool | None = None,
     ):
-        way_to_run(model, compile)  # what is refused here alone, before the others are told
+        # What is refused here alone, before the others are told:
+        way_to_run(model, compile)
+        if device_and_dtype(model) != led.place:
+            raise OptionError(
+                "the target is divided among processes, and its part in this one was moved or "
+                "recast; load it with the dtype that it shall have."
+            )
         if fused:
             raise OptionError(
                 "fused is True, and the target is divided among processes, where transformers runs "
@@ -127,11 +136,9 @@ class LedTarget(Target):
             found.cache = SlabCache(self.shapes, 0, 0)
         return found
 
-    def prefill(
-        self, tokens: Tensor, counts: Sequence[int], capacity: int
-    ) -> tuple[Tensor, Tensor]:
-        with self._together("prefill", tokens, counts, capacity):
-            return super().prefill(tokens, counts, capacity)
+    def run_prompts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        with self._together("run_prompts", tokens, counts):
+            return super().run_prompts(tokens, counts)
 
     def prefill_apart(
         self, tokens: Tensor, counts: Sequence[int], kept: Sequence[int]
@@ -148,8 +155,7 @@ class LedTarget(Target):
     ) -> tuple[Tensor, Tensor]:
         shape = tree.topology
         own = shape.parents, shape.max_depth, shape.width, shape.children
-        told = self._number, tree.tokens, own, lengths, longest, even
-        with self._workers.together("verify", *told):
+        with self._together("verify", tree.tokens, own, lengths, longest, even):
             return super().verify(tree, lengths, longest, even)
 
     def resize(self, batch: int, capacity: int) -> None:
@@ -162,7 +168,7 @@ class LedTarget(Target):
 
     def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
         number = other._headstart_number  # type: ignore[attr-defined]
-        with self._workers.together("adopt", self._number, number, rows, slots):
+        with self._together("adopt", number, rows, slots):
             super().adopt(other, rows, slots)
 
     def release(self) -> None:
@@ -173,5 +179,5 @@ class LedTarget(Target):
         with self._together("commit", path, in_place):
             super().commit(path, in_place)
 
-    def _together(self, method: str, *args: Any) -> Any:
-        return self._workers.together("call", self._number, method, *args)
+    def _together(self, name: str, *args: Any) -> Any:
+        return self._workers.together(name, self._number, *args)

@@ -89,14 +89,15 @@ def load_in_parts(name: Any, processes: int, **options: Any) -> PreTrainedModel:
     if _workers is None or _workers.lost:
         _workers = Workers(processes, "cuda" if torch.cuda.is_available() else "cpu")
     workers, number = _workers, _workers.next_number()
-    with workers.together("load", number, str(name), options):
-        try:
+    try:
+        with workers.answered("load", number, str(name), options):
             model = load_pretrained(AutoModelForCausalLM, name, **options).eval()
-        finally:
-            workers.answers()
+    except BaseException:
+        workers.drop(number)
+        raise
     weakref.finalize(model, workers.drop, number)
-    for weight in model.parameters():
-        if isinstance(weight, DTensor):
-            setattr(weight, NOT_READ, True)
+    for module in model.modules():
+        if any(isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
+            setattr(module, NOT_READ, True)
     lead(model, workers, number)
     return model

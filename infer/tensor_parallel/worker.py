@@ -1,8 +1,7 @@
 """A process that holds a part of a target, and runs what the leader tells it to.
 
 Started by `Workers`, as `python -m headstart.infer.tensor_parallel.worker DEVICE PORT PROCESSES
-RANK`. What it is told comes from stdin, and it ends with that; its answers go to
-stdout.
+RANK`. What it is told comes from stdin, and it ends with that; its answers go to stdout.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from headstart.heads.core import CACHE, Topology, brief, decoder_of, load_pretra
 
 from ..target import Target
 from .sent import receive, send
-from .workers import join
+from .workers import ALONE, join
 
 
 class Part:
@@ -35,7 +34,7 @@ class Part:
 
     def __init__(self, answers: Any):
         self.kept: dict[int, Any] = {}  # by the leader's numbers
-        self._answers, self._shape = answers, None
+        self._answers = answers
 
     def load(self, number: int, name: str, options: dict[str, Any]) -> None:
         """A model's part; the answer is empty, or what is wrong."""
@@ -52,9 +51,20 @@ class Part:
     def spare(self, number: int, of: int) -> None:
         self.kept[number] = self.kept[of].spare()
 
-    def call(self, number: int, method: str, *args: Any) -> None:
-        """A method of a target that takes and returns no caches or trees."""
-        getattr(self.kept[number], method)(*args)
+    def run_prompts(self, number: int, tokens: Tensor, counts: Sequence[int]) -> None:
+        self.kept[number].run_prompts(tokens, counts)
+
+    def resize(self, number: int, batch: int, capacity: int) -> None:
+        self.kept[number].resize(batch, capacity)
+
+    def reserve(self, number: int, slots: int) -> None:
+        self.kept[number].reserve(slots)
+
+    def release(self, number: int) -> None:
+        self.kept[number].release()
+
+    def commit(self, number: int, path: Tensor, in_place: bool) -> None:
+        self.kept[number].commit(path, in_place)
 
     def apart(self, number: int, target: int, *args: Any) -> None:
         self.kept[number], _ = self.kept[target].prefill_apart(*args)
@@ -63,13 +73,8 @@ class Part:
         self.kept[target].adopt(self.kept[other], rows, slots)
 
     def verify(self, number: int, tokens: Tensor, shape: Any, *args: Any) -> None:
-        parents, max_depth, width, children = shape
-        old: Topology | None = self._shape
-        if old is None or (old.max_depth, old.width, old.children) != (max_depth, width, children):
-            old = None
-        if old is None or not torch.equal(old.parents, parents):
-            self._shape = old = Topology.from_parents(parents, max_depth, width, children)
-        self.kept[number].verify(TokenTree(tokens, old, None, torch.zeros_like(tokens)), *args)
+        tree = TokenTree(tokens, Topology.from_parents(*shape), None, torch.zeros_like(tokens))
+        self.kept[number].verify(tree, *args)
 
     def forward(
         self,
@@ -110,7 +115,8 @@ def main(device: str, port: str, processes: str, rank: str) -> None:
             dropped, name, *what = receive(told, own)
             for number in dropped:
                 part.kept.pop(number, None)
-            with suppress(HeadstartError, torch.OutOfMemoryError):  # which the leader meets, too
+            # The leader meets an error of ours, too, and so does it mostly with too little memory.
+            with suppress(HeadstartError, *[torch.OutOfMemoryError] * (name in ALONE)):
                 getattr(part, name)(*what)
 
 

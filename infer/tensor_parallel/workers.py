@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +24,11 @@ from headstart.heads.core import brief, physical_cores
 from .sent import receive, send
 
 _WORKER = "headstart.infer.tensor_parallel.worker"
+_ENDS = 0.5  # seconds in which a process that can end has done so
 _LATE = timedelta(hours=2)  # after which a process counts as lost; loading may take long
+
+ALONE = ("spare", "resize", "reserve", "adopt", "release", "commit")
+"""What each process does without the others, which so may lack memory for it."""
 
 _numbers = itertools.count()  # of what the workers keep: models, targets and caches
 
@@ -76,29 +81,53 @@ class Workers:
         return self._runs == threading.get_ident()
 
     @contextmanager
-    def together(self, *what: Any) -> Iterator[None]:
+    def together(self, name: str, *what: Any) -> Iterator[None]:
         """What is run meanwhile, the workers run as well, by that name; nothing within is told.
 
         Ctrl-C waits until it has ended: a forward that is cut off leaves the others waiting.
 
         Raises:
-            DecodingError: a process has ended.
+            DecodingError: a process has ended, or had too little memory for its part of a forward.
         """
         with self._lock:
             if self.inside:
                 yield
                 return
             with _without_interrupts():
-                self._tell(*what)
+                self._tell(name, *what)
                 self._runs = threading.get_ident()
                 try:
                     yield
-                except (HeadstartError, torch.OutOfMemoryError):
+                except HeadstartError:
                     raise  # which the others meet as well
+                except torch.OutOfMemoryError as error:
+                    if name in ALONE:
+                        raise
+                    raise self._broken(error) from error
                 except Exception as error:
                     raise self._broken(error) from error
                 finally:
                     self._runs = None
+
+    @contextmanager
+    def answered(self, name: str, *what: Any) -> Iterator[None]:
+        """As `together`, of what each does without the others, and answers to; Ctrl-C ends them.
+
+        Raises:
+            DecodingError: what one of them says, or that it has ended.
+        """
+        with self._lock:
+            self._tell(name, *what)
+            try:
+                yield
+            except Exception:
+                with suppress(DecodingError):  # which says the same
+                    self.answers()
+                raise
+            except BaseException:
+                self._broken(InterruptedError("interrupted"))
+                raise
+            self.answers()
 
     def _tell(self, *what: Any) -> None:
         if self.lost:
@@ -139,11 +168,11 @@ class Workers:
 
     def _broken(self, error: Exception) -> DecodingError:
         """The error for processes that do not run the same any more; it ends them."""
+        time.sleep(_ENDS)  # so that one which has ended is known to have
         why = brief(error) or type(error).__name__
         for number, each in enumerate(self._started, 1):
-            with suppress(subprocess.TimeoutExpired):
-                why = f"process {number} ended with status {each.wait(1)}"
-                break
+            if each.poll() is not None:
+                why = f"process {number} ended with status {each.poll()}"
         self.lost = f"a divided target has lost its processes ({why}); load it again."
         self.close()
         return DecodingError(self.lost)
@@ -157,7 +186,7 @@ class Workers:
                 cast("Any", each.stdin).close()
         for each in self._started:
             try:
-                each.wait(2)
+                each.wait(_ENDS)
             except subprocess.TimeoutExpired:
                 each.kill()
             cast("Any", each.stdout).close()

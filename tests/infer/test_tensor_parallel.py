@@ -18,7 +18,7 @@ import torch
 from transformers import StoppingCriteria
 
 import headstart
-from headstart.heads import OptionError
+from headstart.heads import OptionError, SlabCache
 from headstart.heads.artifacts.plan import machine
 from headstart.heads.core import weight_of
 from headstart.infer import Batcher, Speculator
@@ -190,6 +190,11 @@ def test_what_it_refuses(llama: Any, folder: Path) -> None:
         llama.generate(IDS, num_beams=2, max_new_tokens=4)
     with pytest.raises(OptionError, match="found a StaticCache for a target that is divided"):
         llama.generate(IDS, cache_implementation="static", max_new_tokens=4)
+    with pytest.raises(OptionError, match="found a cache of 10 tokens"):
+        llama(IDS[:, :1], past_key_values=llama(IDS).past_key_values)
+    with pytest.raises(OptionError, match="was moved or recast"):
+        Speculator(llama.float())
+    llama.double()
     with pytest.raises(OptionError, match="the weight of a Linear is read whole"):
         weight_of(llama.model.layers[0].mlp.up_proj)
     with pytest.raises(OptionError, match="headstart merge"):
@@ -197,6 +202,31 @@ def test_what_it_refuses(llama: Any, folder: Path) -> None:
     with pytest.raises(OptionError, match="divided among 2 processes; take as many"):
         headstart.load(folder / "llama", tensor_parallel=4)
     assert written(Speculator(llama), **GREEDY) == written(tiny("llama"), **GREEDY)
+
+
+def test_errors_that_all_processes_meet(llama: Any, folder: Path) -> None:
+    (folder / "broken").mkdir()
+    tiny("llama").config.save_pretrained(folder / "broken")
+    with pytest.raises(Exception, match="no file named"):  # as without tensor_parallel
+        load_in_parts(folder / "broken", 2)
+    with pytest.raises(OptionError, match="attention is 'fast'"):
+        Speculator(llama, attention="fast")
+    assert written(Speculator(llama), **GREEDY) == written(tiny("llama"), **GREEDY)
+
+
+def test_too_little_memory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its cache here, though not in the other process: the request ends, and the next works."""
+    speculator, true = Speculator(llama), SlabCache.resize
+
+    def resize(self: SlabCache, *sizes: int) -> None:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(SlabCache, "resize", resize)
+    with pytest.raises(torch.OutOfMemoryError):
+        written(speculator, **GREEDY)
+    assert SlabCache.resize is true
+    assert written(speculator, **GREEDY) == written(tiny("llama"), **GREEDY)
 
 
 def test_targets_that_cannot_be_divided(folder: Path) -> None:
