@@ -118,7 +118,7 @@ def load(
             f"{plans[0]} divides a target among processes that a launcher starts; give "
             "tensor_parallel=N, with which this process starts the others."
         )
-    if tensor_parallel > 1:
+    if tensor_parallel != 1:
         ways = {"compile": compile, "fused": fused, "graphs": graphs}
         check_in_parts(tensor_parallel, by_name, device, options, ways)
     elif device is not None:
@@ -128,7 +128,7 @@ def load(
         trusted = {**local, "trust_remote_code": options.get("trust_remote_code", False)}
         tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, **trusted)
         options = {**local, **options}
-        if tensor_parallel > 1:
+        if tensor_parallel != 1:
             model = load_in_parts(target, tensor_parallel, **options)
         else:
             model = load_pretrained(AutoModelForCausalLM, target, **options).eval()

@@ -621,6 +621,11 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         ([*_PLACED, "--max-memory", "99=1GB,cpu=1GB"], "--max-memory names GPU 99"),
         ([*_PLACED, "--max-memory", "cpu=1GB", "--device", "cpu"], "leave --device out"),
         ([*_PLACED, "--offload-folder", "there"], "--offload-folder without --max-memory"),
+        (
+            [*_PLACED, "--tensor-parallel", "2", "--device", "cpu"],
+            "--device with --tensor-parallel, which takes the first 2 GPUs",
+        ),
+        (["generate", "--tensor-parallel", "0"], "found '0', expected a whole number from 1"),
         (["generate", "--compile", "fast"], "found 'fast', expected auto, on or off"),
         (["generate", SECRET], "1 more than expected; give the prompt with --prompt"),
         (["runs", "--output", "nosuch"], "--output nosuch: no such folder; give the one"),

@@ -239,6 +239,8 @@ def test_targets_that_cannot_be_divided(folder: Path) -> None:
     for where in places:
         with pytest.raises(OptionError, match="leave that out"):
             headstart.load(folder / "llama", tensor_parallel=2, **where)
+    with pytest.raises(OptionError, match="tensor_parallel is 0; expected at least 1"):
+        headstart.load(folder / "llama", tensor_parallel=0)
     with pytest.raises(OptionError, match="give tensor_parallel=N"):
         headstart.load(folder / "llama", tp_plan="auto")
     with pytest.raises(OptionError, match="fused is True, and the target is divided"):
