@@ -2,7 +2,8 @@
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-_NEW = "cache" in BaseModelOutputWithPast.__dataclass_fields__
-CACHE = "cache" if _NEW else "past_key_values"
+CACHE_NAMES = ("cache", "past_key_values")
+"""Newer versions take it by either."""
+CACHE = next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
 """The argument in which a model takes its cache, and the field in which it returns it: `cache`
 since transformers 5.24."""

@@ -3,7 +3,7 @@
 from .before import Before, penalise, repeating
 from .best import best_log_probabilities, best_of
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
-from .cache_name import CACHE
+from .cache_name import CACHE, CACHE_NAMES
 from .cpu_kernels import CpuLinear, each_product, use_huge_pages
 from .features import (
     FeatureTap,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads import OptionError, SlabCache, TokenTree
-from headstart.heads.core import CACHE, decoder_of, device_and_dtype
+from headstart.heads.core import CACHE_NAMES, decoder_of, device_and_dtype
 
 from ..target import Target, way_to_run
 from .workers import Workers
@@ -71,7 +71,8 @@ def _led_forward(led: Led, decoder: bool, forward: Callable[..., Any]) -> Callab
     def run(*args: Any, **options: Any) -> Any:
         if led.workers.inside:
             return forward(*args, **options)
-        cache, others = options.get(CACHE), {k: v for k, v in options.items() if k != CACHE}
+        others = options.copy()
+        cache = next((others.pop(name) for name in CACHE_NAMES if name in others), None)
         number = led.cache_number(cache)
         length = 0 if cache is None else cache.get_seq_length()
         told = led.number, decoder, number, length, args, others

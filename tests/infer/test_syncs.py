@@ -142,7 +142,7 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "where": lambda count: torch.where(count > 0),
     "masked_select": lambda count: count.masked_select(count > 0),
     "bool index": lambda count: count[count > 0],
-    "bool assignment": lambda count: count.clone().__setitem__(count > 0, 1),
+    "bool assignment": lambda count: count.clone().__setitem__(count > 0, torch.ones_like(count)),
     "unique": lambda count: count.unique(),
     "equal": lambda count: torch.equal(count, count),
 }
