@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -60,9 +61,14 @@ def whole_plan(
         setting: what asks for it, as errors name it; otherwise: what they advise instead.
 
     Raises:
-        OptionError: transformers has no plan for this architecture, the plan names what is not
-            there, or the heads of attention cannot be divided.
+        OptionError: transformers is too old, or has no plan for this architecture, the plan names
+            what is not there, or the heads of attention cannot be divided.
     """
+    if not hasattr(model, "_resolve_parallel_plans"):
+        raise OptionError(
+            f"{setting} needs transformers 5.23, found {transformers.__version__}; install a newer "
+            f"one, or {otherwise}."
+        )
     ends = {id(model.get_input_embeddings()), id(output_layer(model))}
     kept = {name: "replicate" for name, module in model.named_modules() if id(module) in ends}
     own, kind = dict(model.tp_plan or {}), model.config.model_type

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import PreTrainedModel, StoppingCriteria
 
 import headstart
 from headstart.heads import OptionError, SlabCache
@@ -29,6 +29,10 @@ from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
 from tests.support import families
 from tests.support.recurrent import RECURRENT
 from tests.support.tiny import VOCAB, letters, tiny
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "_resolve_parallel_plans"), reason="needs transformers 5.23"
+)
 
 NAMES = ("llama", "qwen3", "gemma3")
 IDS = torch.arange(2, 12).unsqueeze(0)

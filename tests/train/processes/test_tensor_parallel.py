@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 from headstart.heads import OptionError
 from headstart.heads.core import in_parts, whole_plan
@@ -16,6 +22,10 @@ from headstart.train.fit.arguments import load_options
 from headstart.train.processes.tensor_parallel import WORDS, check_together
 from headstart.train.recipe import RecipeError, TargetSpec, parse_recipe
 from tests.support.recipes import TINY
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "_resolve_parallel_plans"), reason="needs transformers 5.23"
+)
 
 
 def model(kind: Any = LlamaConfig, **sizes: Any) -> Any:
