@@ -86,7 +86,7 @@ def load_in_parts(name: Any, processes: int, **options: Any) -> PreTrainedModel:
     """
     global _workers
     found = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    otherwise = "spread it over the GPUs of one process with device_map='auto'"
+    otherwise = "spread it over the GPUs of one process by --max-memory (device_map='auto')"
     options |= options_in_parts(name, "auto", processes, "tensor_parallel", otherwise, **found)
     if _workers is None or _workers.lost:
         _workers = Workers(processes, "cuda" if torch.cuda.is_available() else "cpu")
