@@ -38,6 +38,7 @@ from headstart.heads.core import (
     runs_packed,
     take_whole_models,
     tree_forward,
+    way_refused,
 )
 
 from .capture import unwatched
@@ -58,10 +59,7 @@ def way_to_run(model: PreTrainedModel, compile: bool | str, in_place: bool = Fal
     if compile is False or (compile == AUTO and in_parts(model)):
         return None
     if in_parts(model):
-        raise OptionError(
-            f"compile is {compile!r}, and the target is divided among processes, where "
-            "transformers runs its layers; leave compile out."
-        )
+        raise way_refused("compile", compile)
     mode = compile
     if mode == AUTO:
         here, packed = device_of(model).type == "cpu", runs_packed(model)

@@ -103,8 +103,8 @@ def _gathered_fsdp2(modules: Sequence[nn.Module], write: bool) -> Iterator[None]
     for part, name, weight in owned:
         if getattr(part, NOT_READ, False):
             raise OptionError(
-                f"the {name} of a {type(part).__name__} is read whole, and processes hold parts of "
-                "it, which decode; load the target without tensor_parallel for this."
+                f"the {name} of a {type(part).__name__} is read whole, and the processes that "
+                "decode hold parts of it; load the target without tensor_parallel for this."
             )
         if id(weight) not in whole:
             full = nn.Parameter(weight.detach().full_tensor(), weight.requires_grad)

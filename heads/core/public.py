@@ -62,7 +62,13 @@ from .probe import (
 )
 from .row_settings import Biased, RowSettings, note_rows, processors_by_row, write_rows
 from .sampling import STATEFUL, Sampling, argmax, draw
-from .tensor_parallel import in_parts, options_in_parts, processes_of, whole_plan
+from .tensor_parallel import (
+    in_parts,
+    options_in_parts,
+    processes_of,
+    way_refused,
+    whole_plan,
+)
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
 from .tree_lines import grow_lines

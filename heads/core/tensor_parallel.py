@@ -33,8 +33,22 @@ def in_parts(model: PreTrainedModel | None) -> bool:
     return processes_of(model) > 1
 
 
+def way_refused(name: str, value: object) -> OptionError:
+    """The error for a way to run, an argument by that name, which a divided target has not."""
+    return OptionError(
+        f"{name} is {value!r}, and the target is divided among processes, where transformers runs "
+        f"its layers; leave {name} out."
+    )
+
+
 def options_in_parts(
-    name: Any, plan: Plan, world: int, setting: str, otherwise: str, **how: Any
+    name: Any,
+    plan: Plan,
+    world: int,
+    setting: str,
+    otherwise: str,
+    unplanned: str = "",
+    **how: Any,
 ) -> dict[str, Any]:
     """The options of `from_pretrained` with which each process loads its part.
 
@@ -46,19 +60,25 @@ def options_in_parts(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_pretrained(AutoConfig, name, **how))
-    styles = whole_plan(model, plan, world, setting, otherwise)
+    styles = whole_plan(model, plan, world, setting, otherwise, unplanned)
     return {"distributed_config": DistributedConfig(tp_size=world, tp_plan=styles)}
 
 
 def whole_plan(
-    model: PreTrainedModel, plan: Plan, world: int, setting: str, otherwise: str
+    model: PreTrainedModel,
+    plan: Plan,
+    world: int,
+    setting: str,
+    otherwise: str,
+    unplanned: str = "",
 ) -> dict[str, str]:
     """The style of each module, with the embedding and the output layer kept whole.
 
     Args:
         model: may be on `meta`.
         world: processes; 1 leaves out what depends on their number.
-        setting: what asks for it, as errors name it; otherwise: what they advise instead.
+        setting: what asks for it, as errors name it; otherwise: what they advise instead;
+            unplanned: what comes before that where transformers has no plan.
 
     Raises:
         OptionError: transformers is too old, or has no plan for this architecture, the plan names
@@ -76,7 +96,7 @@ def whole_plan(
     if not styles.keys() - kept.keys():
         raise OptionError(
             f"{setting} divides the target's layers, and transformers has no plan for {kind}; "
-            f"{otherwise}."
+            f"{unplanned}{otherwise}."
         )
     config: Any = model.config.get_text_config(decoder=True)
     for name in ("num_attention_heads", "num_key_value_heads"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads import OptionError, SlabCache, TokenTree
-from headstart.heads.core import CACHE_NAMES, decoder_of, device_and_dtype
+from headstart.heads.core import CACHE_NAMES, decoder_of, device_and_dtype, way_refused
 
 from ..target import Target, way_to_run
 from .workers import Workers
@@ -121,10 +121,7 @@ class LedTarget(Target):
                 "recast; load it with the dtype that it shall have."
             )
         if fused:
-            raise OptionError(
-                "fused is True, and the target is divided among processes, where transformers runs "
-                "its layers; leave fused out."
-            )
+            raise way_refused("fused", fused)
         self._workers = led.workers
         self._number = self._workers.number(self)
         with self._workers.together("target", self._number, led.number, attention):

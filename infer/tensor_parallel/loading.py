@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headstart.heads import OptionError
-from headstart.heads.core import counted, load_pretrained, options_in_parts
+from headstart.heads.core import counted, load_pretrained, options_in_parts, way_refused
 from headstart.heads.core.offload import NOT_READ
 
 from ..target import AUTO
@@ -47,10 +47,7 @@ def check_in_parts(
             "device_map says where all of it is; leave that out."
         )
     if asked := [name for name, value in ways.items() if value not in (None, False, AUTO)]:
-        raise OptionError(
-            f"{asked[0]} is {ways[asked[0]]!r}, and the target is divided among processes, where "
-            f"transformers runs its layers; leave {asked[0]} out."
-        )
+        raise way_refused(asked[0], ways[asked[0]])
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
         raise OptionError(

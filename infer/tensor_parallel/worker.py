@@ -26,7 +26,9 @@ from .workers import ALONE, join
 
 
 class Part:
-    """The parts of targets in this process; its methods are what the leader may tell.
+    """The parts of targets in this process.
+
+    The leader may tell its methods, and by other names those of a target, whose number comes first.
 
     Args:
         answers: where what is asked for is written.
@@ -35,6 +37,14 @@ class Part:
     def __init__(self, answers: Any):
         self.kept: dict[int, Any] = {}  # by the leader's numbers
         self._answers = answers
+
+    def run(self, name: str, *what: Any) -> None:
+        """What the leader has told."""
+        if (own := getattr(self, name, None)) is not None:
+            own(*what)
+        else:
+            number, *args = what
+            getattr(self.kept[number], name)(*args)
 
     def load(self, number: int, name: str, options: dict[str, Any]) -> None:
         """A model's part; the answer is empty, or what is wrong."""
@@ -50,21 +60,6 @@ class Part:
 
     def spare(self, number: int, of: int) -> None:
         self.kept[number] = self.kept[of].spare()
-
-    def run_prompts(self, number: int, tokens: Tensor, counts: Sequence[int]) -> None:
-        self.kept[number].run_prompts(tokens, counts)
-
-    def resize(self, number: int, batch: int, capacity: int) -> None:
-        self.kept[number].resize(batch, capacity)
-
-    def reserve(self, number: int, slots: int) -> None:
-        self.kept[number].reserve(slots)
-
-    def release(self, number: int) -> None:
-        self.kept[number].release()
-
-    def commit(self, number: int, path: Tensor, in_place: bool) -> None:
-        self.kept[number].commit(path, in_place)
 
     def apart(self, number: int, target: int, *args: Any) -> None:
         self.kept[number], _ = self.kept[target].prefill_apart(*args)
@@ -117,7 +112,7 @@ def main(device: str, port: str, processes: str, rank: str) -> None:
                 part.kept.pop(number, None)
             # The leader meets an error of ours, too, and so does it mostly with too little memory.
             with suppress(HeadstartError, *[torch.OutOfMemoryError] * (name in ALONE)):
-                getattr(part, name)(*what)
+                part.run(name, *what)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from headstart.heads.core import in_parts
 WORDS = {
     "setting": "target.tp_plan",
     "otherwise": "spread it with target.device_map, or use the launch file zero3",
+    "unplanned": "name its modules and their styles there, ",
 }
 """How errors name what divides it, and what they advise instead."""
 
