@@ -11,6 +11,8 @@ state at xi):
     -> proposals for x6; the root of the tree is x5, which has no feature yet
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -29,6 +31,7 @@ class Step:
     logits: Tensor | None = None  # [B, W, Vd] raw logits over the draft vocabulary
     vocabulary: Tensor | None = None  # [Vd] its target ids, or None when they are the same
     ids: Tensor | None = None  # [B, W, k] candidate token ids, best first; -1 where there is none
+    log_probs: Tensor | None = None  # [B, W, k] of the candidates, where they are known
     best: list[Tensor] | None = None  # where `note` goes, when given
 
     def note(self, best: Tensor) -> None:
@@ -75,7 +78,15 @@ class Drafter(StoredDrafter):
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
 
     trainable: ClassVar[bool] = False
-    """Whether it learns, see `TrainableDrafter`."""
+    """Whether it is trained, see `TrainableDrafter`."""
+
+    collects: ClassVar[bool] = False
+    """Whether it is made of texts of the target, without training steps; see `collect`."""
+
+    @classmethod
+    def learns(cls) -> bool:
+        """Whether texts of the target make it what it is, with training steps or without."""
+        return cls.trainable or cls.collects
 
     writes_text: ClassVar[bool] = False
     """Whether it has a language model that writes text without the target."""
@@ -130,7 +141,8 @@ class Drafter(StoredDrafter):
                 f"vocabulary {own.vocab_size}, found {text.hidden_size} and {text.vocab_size}; "
                 "load the target it was trained for."
             )
-        devices = {p.device for p in self.parameters()} | {device_of(output_layer(target))}
+        own_tensors = itertools.chain(self.parameters(), self.buffers())
+        devices = {tensor.device for tensor in own_tensors} | {device_of(output_layer(target))}
         if len(devices) > 1:
             raise OptionError(
                 f"drafter and target are on different devices, {' and '.join(map(str, devices))}; "
@@ -139,6 +151,14 @@ class Drafter(StoredDrafter):
         keep_resident(target, self.shared_modules(target))
         object.__setattr__(self, "_target", (target,))
         return self
+
+    def collect(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Replace what the drafter is made of, where it `collects`.
+
+        Args:
+            texts: the tokens of each, [L] int, and which of them it may propose, [L] bool.
+        """
+        raise NotImplementedError
 
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         """The target's layers that it calls; where weights are streamed in, these stay."""

@@ -59,6 +59,7 @@ _FAMILIES = (
     Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),
     Family("recycling", "recycling:Recycling", "recycling:RecyclingFields"),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
+    Family("retrieval", "retrieval:Retrieval", "retrieval:RetrievalFields"),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
 """Every family that a recipe can name, by name. A new drafter adds its record to those above."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .core import in_steps
 from .declared.lookup import LookupFields
-from .drafter import DrafterConfig, Step, entries_at
+from .drafter import DrafterConfig, Step
+from .parts.matches import MatchDrafter, MatchState, repeated
 from .parts.weightless import WeightlessDrafter
 
 
@@ -28,9 +29,8 @@ class LookupConfig(LookupFields, DrafterConfig):
     model_type = "headstart_lookup"
 
 
-class LookupState:
-    """The rows' text, this round's M matches, and for the root and each of G nodes grown so far
-    its depth and which matches continue with the path to it."""
+class LookupState(MatchState):
+    """The rows' text and this round's matches."""
 
     scratch: ClassVar = ("source", "period", "agrees", "depth")
 
@@ -39,11 +39,9 @@ class LookupState:
     size: Tensor  # [B, 1] tokens of each row
     source: Tensor  # [B, M] where each match ends
     period: Tensor  # [B, M] how far before the text's end that is
-    agrees: Tensor  # [B, 1 + G, M] bool
-    depth: Tensor  # [B, 1 + G]
 
 
-class Lookup(WeightlessDrafter):
+class Lookup(MatchDrafter, WeightlessDrafter):
     """Proposes candidates, best first: the continuations of the matches that agree with a node."""
 
     config_class = LookupConfig
@@ -70,18 +68,15 @@ class Lookup(WeightlessDrafter):
         score = torch.where(length >= self.config.min_match, length * len(ends) + ends, -1)
         best, state.source = score.topk(min(self.config.matches, len(ends)), -1)  # [B, M]
         state.period = (state.size - 1 - state.source).clamp(min=1)
-        state.agrees = (best >= 0).unsqueeze(1)  # [B, 1, M]
-        state.depth = torch.zeros_like(state.size)
-        return Step(ids=_ranked(self._after(state, state.depth), state.agrees))
+        return self.at_root(state, best >= 0)
 
-    def extend(self, state: LookupState, tokens: Tensor, parent: Tensor) -> Step:
-        at = parent + 1  # entry 0 is the root
-        depth = state.depth.gather(1, at)  # [B, W]
-        agrees = entries_at(state.agrees, at)
-        agrees = agrees & (self._after(state, depth) == tokens.unsqueeze(-1))  # [B, W, M]
-        state.depth = torch.cat([state.depth, depth + 1], 1)
-        state.agrees = torch.cat([state.agrees, agrees], 1)
-        return Step(ids=_ranked(self._after(state, depth + 1), agrees))
+    def after(self, state: LookupState, depth: Tensor) -> Tensor:
+        onward = depth.unsqueeze(-1) % state.period.unsqueeze(1)
+        column = state.source.unsqueeze(1) + onward + (1 + self.config.max_match)  # [B, W, M]
+        return state.text.gather(1, column.flatten(1)).view_as(column)
+
+    def proposals(self, state: LookupState, tokens: Tensor, agrees: Tensor) -> Step:
+        return Step(ids=_ranked(tokens, agrees))
 
     def _append(self, state: LookupState, tokens: Tensor, count: Tensor) -> None:
         step = torch.arange(tokens.shape[1], device=tokens.device)
@@ -110,12 +105,6 @@ class Lookup(WeightlessDrafter):
         same = (windows == suffix.unsqueeze(1)).flip(-1)
         return same.cumprod(-1).sum(-1) * (ends < state.size - 1), ends
 
-    def _after(self, state: LookupState, depth: Tensor) -> Tensor:
-        """Each match's token after `depth` [B, W] tokens of its continuation, [B, W, M]."""
-        onward = depth.unsqueeze(-1) % state.period.unsqueeze(1)
-        column = state.source.unsqueeze(1) + onward + (1 + self.config.max_match)  # [B, W, M]
-        return state.text.gather(1, column.flatten(1)).view_as(column)
-
 
 def _ranked(tokens: Tensor, agrees: Tensor) -> Tensor:
     """The distinct tokens among those that agree, in order: [B, W, M] -> [B, W, M], padded with -1.
@@ -124,8 +113,7 @@ def _ranked(tokens: Tensor, agrees: Tensor) -> Tensor:
     >>> _ranked(torch.tensor([[[7, 5, 7, 6]]]), yes).tolist()
     [[[7, 6, -1, -1]]]
     """
-    repeats = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & agrees.unsqueeze(-2)
-    first = agrees & ~repeats.tril(-1).any(-1)
+    first = agrees & ~repeated(tokens, agrees)
     matches = tokens.shape[-1]
     rank = torch.where(first, first.cumsum(-1) - 1, matches)
     ids = tokens.new_full((*tokens.shape[:-1], matches + 1), -1)

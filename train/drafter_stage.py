@@ -91,7 +91,7 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     kind = family(recipe.drafter.family)
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
-    counts = rows.token_counts(config.vocab_size) if rows else None
+    counts = rows.token_counts(config.vocab_size) if rows and kind.trainable else None
     devices = [target.device] if target.device.type == "cuda" else []
     # From the seed alone, so that it is the same on all processes and in equal runs.
     with torch.random.fork_rng(devices), loaded_whole(), gathered(*ends_of(target)):
@@ -99,6 +99,9 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
         drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
         if isinstance(drafter, TrainableDrafter):
             drafter.init_from_target(counts)
+    if drafter.collects and rows is not None:
+        found = (rows[number] for number in range(len(rows)))
+        drafter.collect((row["tokens"], row["supervised"]) for row in found)
     return drafter
 
 
@@ -208,7 +211,7 @@ def write_drafter(
 
     Args:
         metrics: the figures of its training, which are kept and drawn.
-        distilled: the folder of the rows that it was trained on; None for one that learns nothing.
+        distilled: the folder of the rows that it learnt from; None for one that learns nothing.
     """
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()

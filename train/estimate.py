@@ -36,6 +36,7 @@ from .sizes import (
     STORED,
     adapter_parameters,
     cache_bytes,
+    collected_bytes,
     feature_bytes,
     matrix_shape,
     parameters_of,
@@ -238,21 +239,20 @@ class _Arithmetic:
     def _disk(self) -> dict[str, float]:
         distill = self.recipe.distill
         learned = self.trained + self.adapter
-        rows = distill.examples * self.row * ROW_TOKEN if learned else 0.0
+        tokens = distill.examples * self.row
+        rows = tokens * ROW_TOKEN if self.drafter.learns() else 0.0
         return {
             "model": 2.0 * self.target,
             "rows": rows,
-            "features": feature_bytes(
-                self.recipe, self.model, self.drafter, distill.examples * self.row
-            ),
+            "features": feature_bytes(self.recipe, self.model, self.drafter, tokens),
             "checkpoints": float(STORED * learned),
-            "artifact": float(ARTIFACT * learned),
+            "artifact": float(ARTIFACT * learned) + collected_bytes(self.drafter, tokens),
         }
 
     def _hours(self) -> dict[str, float]:
         assumed, hardware, train = self.assumed, self.hardware, self.recipe.train
         slower = assumed.quantized if self.four_bit else 1.0
-        if not self.trained:
+        if not self.drafter.learns():
             return {"writing": 0.0, "training": 0.0}
         distill, peak = self.recipe.distill, hardware.tflops * 1e12
         # Each step of decoding reads all weights and the cache, and computes a token of each row.
@@ -261,6 +261,8 @@ class _Arithmetic:
         step = max(read / (hardware.bandwidth * 1e9), products / peak) * slower / assumed.writing
         steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
         writing = steps * step / hardware.gpus if distill.writer == "own" else 0.0
+        if not self.trained:
+            return {"writing": writing / 3600, "training": 0.0}
         frozen, learned = self.flops_per_token()
         each_step = train.gradient_accumulation * train.batch_size * hardware.gpus
         rows = float(train.max_steps * (train.rows_per_step or each_step))

@@ -143,14 +143,15 @@ class Run:
 
     def train(self) -> Stage:
         self._check()
-        trainable = family(self.recipe.drafter.family).trainable
+        kind = family(self.recipe.drafter.family)
         corpus = self._corpus()
         target = self._target(corpus)
-        on_process_0(lambda: self._check_prompts(corpus, target, trainable))
-        if not trainable:
-            return self._heads(corpus, target, None)
+        on_process_0(lambda: self._check_prompts(corpus, target, kind.learns()))
+        if not kind.learns():
+            return self._heads(corpus, target, None, None)
         rows = self._distill(corpus, target)
-        return self._heads(corpus, target, self._train(corpus, target, rows))
+        trained = self._train(corpus, target, rows) if kind.trainable else None
+        return self._heads(corpus, target, rows, trained)
 
     def write_text(self) -> Stage:
         """Run the stages up to the rows."""
@@ -171,12 +172,12 @@ class Run:
         if in_parallel():
             check_shared(self.recipe.folder)
 
-    def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
+    def _check_prompts(self, corpus: Stage, target: Stage, learns: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
         config = load_pretrained(AutoConfig, self._target_name(target), **self._revision())
         parts, context = self.parts, context_of(config)
         tokenizer = self._tokenizer(target)
-        check_prompts(self.recipe, tokenizer, corpus.folder, parts, trainable, context)
+        check_prompts(self.recipe, tokenizer, corpus.folder, parts, learns, context)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
@@ -310,8 +311,9 @@ class Run:
         return {"model": content, "from": self._content(*folder_or_repository(start))}
 
     def _heads(
-        self, corpus: Stage, target: Stage, trained: Stage | None, adapted: Stage | None = None
-    ) -> Stage:
+        self, corpus: Stage, target: Stage, rows: Stage | None, trained: Stage | None,
+        adapted: Stage | None = None,
+    ) -> Stage:  # fmt: skip
         def work(folder: Path) -> dict[str, Any]:
             if weights_are_sharded() and self._drafter is None:
                 raise OptionError(
@@ -321,7 +323,8 @@ class Run:
                 )
             loaded = self._judged(corpus, target)
             if trained is None:
-                drafter = make_drafter(self.recipe, loaded.target, None)
+                texts = None if rows is None else Rows.load(rows.folder)
+                drafter = make_drafter(self.recipe, loaded.target, texts)
                 measured = {"steps": 0, "seconds": 0.0, **loaded.validation(self.recipe)(drafter)}
             else:
                 found = trained.folder, trained.info
@@ -329,11 +332,12 @@ class Run:
             if adapted is not None:
                 measured = measured | {"adapted": adapted.info}
             metrics = trained.folder / METRICS if trained else None
-            rows = self.store.finished["distill"].folder if trained else None
-            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics, rows)
+            data = rows.folder if rows else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics, data)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
-        reads = [corpus, target, *(stage for stage in (trained, adapted) if stage is not None)]
+        made_of = trained or rows, adapted
+        reads = [corpus, target, *(stage for stage in made_of if stage is not None)]
         return self.store.run("heads", settings, work, reads, resumable=True)
 
     def bench(self, artifact: Stage) -> Stage:

@@ -137,6 +137,13 @@ def _itemsize(target: PreTrainedModel, dtype: str) -> int:
     return (kind or torch.float32).itemsize
 
 
+def collected_bytes(drafter: Drafter, tokens: float) -> float:
+    """At most what a drafter keeps of texts of so many tokens, if it is made of them."""
+    if not drafter.collects:
+        return 0.0
+    return 8.0 * min(tokens, drafter.config.max_tokens)  # each token, and its place in the order
+
+
 def state_bytes(train: Train) -> int:
     """Of a parameter that learns: its float32 weight and gradient, and the optimizer's moments."""
     return 10 if train.optimizer == "adamw_8bit" else 16

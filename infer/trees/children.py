@@ -82,7 +82,8 @@ def rows_of(step: Step, first: int, last: int) -> Step:
     """Only the rows of proposals from `first` to before `last`."""
     if step.logits is None:
         assert step.ids is not None
-        return replace(step, ids=step.ids[:, first:last])
+        log_probs = None if step.log_probs is None else step.log_probs[:, first:last]
+        return replace(step, ids=step.ids[:, first:last], log_probs=log_probs)
     if (first, last) == (0, step.logits.shape[1]):
         return step
     return replace(step, logits=step.logits[:, first:last])

@@ -167,13 +167,18 @@ def best_children(
 ) -> tuple[Tensor, Tensor]:
     """The best children of W nodes and their log-probabilities, [B, W, count] both.
 
-    After `coupled` noise these are the log-softmax of the noisy scores. Candidates have no scores
-    and count as e^0, e^-1, … in their order. Missing children are at -inf, or at NaN.
+    After `coupled` noise these are the log-softmax of the noisy scores. Candidates whose
+    probabilities are not known count as e^0, e^-1, … in their order. Missing children are at -inf,
+    or at NaN.
     """
     if step.logits is None:
         ids = step.top(count)
-        order = torch.arange(count, dtype=torch.float64, device=ids.device)
-        return ids, torch.where(ids < 0, NEVER, -order)
+        if step.log_probs is None:
+            values = -torch.arange(count, dtype=torch.float64, device=ids.device)
+        else:
+            values = step.log_probs[..., :count].double()
+            values = pad(values, (0, count - values.shape[-1]), value=NEVER)
+        return ids, torch.where(ids < 0, NEVER, values)
     scores, sampling = children.scores(step, lengths, depth), children.sampling
     if scores is None:
         scores = step.logits if sampling.seeds is None else sampling.warp(step.logits)

@@ -17,7 +17,8 @@ def test_a_record_fits_its_class(name: str) -> None:
     assert FAMILIES[name].name == name == kind.config_class.family_name()
     assert set(FAMILIES[name].large) <= set(kind.config_class.OPTIONS)
     kind.config_class.for_target(tiny("llama"), **FAMILIES[name].small)
-    assert issubclass(kind, TrainableDrafter) == kind.trainable == (not kind.weightless)
+    assert issubclass(kind, TrainableDrafter) == kind.trainable
+    assert kind.learns() == (kind.trainable or kind.collects) == (not kind.weightless)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -33,6 +34,7 @@ def test_what_is_particular_is_declared() -> None:
 
     assert those("weightless") == {"lookup", "recycling"}
     assert those("observes") == {"recycling"}
+    assert those("collects") == {"retrieval"}
     assert those("in_target") == {"mtp"}
     language_models = {"draft_model", "pard"}
     assert those("saved_as_language_model") == those("writes_text") == language_models

@@ -42,6 +42,19 @@ def own(name: str) -> str:
 
 
 @cache
+def written(of: str) -> list[tuple[Any, Any]]:
+    """Texts that a target writes greedily after two random tokens, and what it wrote of them."""
+    torch.manual_seed(3)
+    model = target(of)
+    start = torch.randint(3, model.config.vocab_size, (12, 2))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    texts = model.generate(
+        start, attention_mask=torch.ones_like(start), max_new_tokens=24, **options
+    )
+    return [(text, torch.arange(len(text)) >= 2) for text in texts]
+
+
+@cache
 def drafter(name: str, of: str) -> Any:
     """As training would start it, with every weight moved a little."""
     if name in UNIONS:
@@ -57,6 +70,8 @@ def moved(name: str, of: str, spread: float = 0.05, **options: Any) -> Any:
     made = cls(config.for_target(model, **{**KNOWN[name].small, **options})).double().bind(model)
     if isinstance(made, TrainableDrafter):
         made.init_from_target(torch.arange(model.config.vocab_size))
+    if made.collects:
+        made.collect(written(of))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * spread)

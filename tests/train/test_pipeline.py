@@ -20,6 +20,7 @@ from headstart.heads import load_drafter
 from headstart.heads.artifacts.conditions import probe_losses
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.lookup import Lookup
+from headstart.heads.retrieval import Retrieval
 from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
@@ -316,6 +317,27 @@ def test_a_drafter_without_training_is_measured_all_the_same(tiny: Path, tmp_pat
     speculator = headstart.load(manifest.target, artifact)
     assert isinstance(speculator.drafter, Lookup) and speculator.drafter.config.min_match == 2
     assert str(speculator.tree) == str(StaticTree(manifest.metrics["tree"]))
+    assert "| training |" not in (artifact / "README.md").read_text()
+
+
+def test_a_drafter_of_texts_is_made_of_what_the_target_wrote(tiny: Path, tmp_path: Path) -> None:
+    keeps = yaml.safe_load(tiny.read_text()) | {"drafter": {"family": "retrieval"}}
+    tiny.write_text(yaml.safe_dump(keeps))
+    recipe = load_recipe(tiny)
+    report = pipeline.run(recipe)
+    assert set(report["stage_seconds"]) == {"corpus", "target", "distill", "heads", "bench"}
+    assert report["identical_to_plain"] and report["identical_to_generate"] and report["tau"] > 1
+    before = ids(recipe.folder)
+    pipeline.train(load_recipe(tiny, ["train.max_steps=5"]))  # no steps are made
+    assert ids(recipe.folder) == before
+    pipeline.train(load_recipe(tiny, ["drafter.max_tokens=50"]))
+    assert ids(recipe.folder)["distill"] == before["distill"]
+
+    artifact = recipe.folder / "heads"
+    manifest = read_manifest(artifact)
+    drafter: Any = headstart.load(manifest.target, artifact).drafter
+    assert isinstance(drafter, Retrieval) and 0 < drafter.config.tokens <= 50
+    assert manifest.trained["rows"]["supervised"] > drafter.config.places > 0
     assert "| training |" not in (artifact / "README.md").read_text()
 
 

@@ -95,7 +95,10 @@ def check_adaptable(source: DrafterSource) -> None:
     name = source.manifest.family
     kind: Any = family(name)
     if not kind.trainable:
-        raise AdaptError(f"{source} is {with_article(name)} drafter, which learns nothing")
+        learns = ", which learns nothing"
+        if kind.collects:
+            learns = "; make a new one of the answers (headstart train, corpus.source=RECORDS)"
+        raise AdaptError(f"{source} is {with_article(name)} drafter{learns}")
     if source.manifest.adapter_sha256:
         raise AdaptError(
             f"{source} is {with_article(name)} drafter, which is trained together with an adapter "

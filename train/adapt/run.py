@@ -80,7 +80,8 @@ class _Adaptation(Run):
         before = self._before(corpus, target, rows)
         trained = self._train(corpus, target, rows)
         after = self._after(corpus, target, trained, before)
-        heads = self._heads(corpus, target, trained, after) if after.info["kept"] else None
+        kept = after.info["kept"]
+        heads = self._heads(corpus, target, rows, trained, after) if kept else None
         artifact = {"artifact": None if heads is None else str(heads.plain)}
         return after.info | artifact | {"stage_seconds": self.store.seconds()}
 

@@ -53,8 +53,8 @@ def check_run(
     if size is not None and size <= _SMALL and plan.tokenizer is not None:
         with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
             build_corpus(recipe.corpus, Path(folder), recipe.seed)
-            trainable = plan.drafter.trainable
-            check_prompts(recipe, plan.tokenizer, Path(folder), parts, trainable, plan.context)
+            learns = plan.drafter.learns()
+            check_prompts(recipe, plan.tokenizer, Path(folder), parts, learns, plan.context)
     print(f"{recipe.name}: {needs.text}", file=sys.stderr)
     return plan
 
@@ -77,7 +77,7 @@ def check_prompts(
     tokenizer: PreTrainedTokenizerBase,
     corpus: Path,
     parts: Sequence[Part],
-    trainable: bool = True,
+    learns: bool = True,
     context: int | None = None,
 ) -> None:
     """Count the prompts of a corpus' folder; what is left out goes to stderr.
@@ -92,7 +92,7 @@ def check_prompts(
     held_out = load_documents(corpus, "held_out")
     for part in parts:
         recipe_prompts(recipe, tokenizer, held_out, part, context)
-    if not trainable:
+    if not learns:
         return
     spec, documents = recipe.distill, load_documents(corpus, "train")
     windows = spec.writer == "own" and spec.prefix != "prompt"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headstart.heads import family
 from headstart.heads.core import load_pretrained
 from headstart.infer.measure.own_text import write_texts
 
@@ -40,7 +41,7 @@ from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
-from .pace import Pace, measure_steps, pace_of, texts_tokens
+from .pace import Pace, measure_steps, pace_of, peak_memory, texts_tokens
 from .plan import Plan, plan_run
 
 _READ = 4_000_000  # bytes of a corpus that are read
@@ -97,7 +98,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
         if trained_here
         else tokenizer_fits(tokenizer, target, texts)
     )
-    if not plan.drafter.trainable:
+    if not plan.drafter.learns():
         return found
     found.findings += examples_taken(recipe, found.counts["training documents"])
     found.rows = training_rows(recipe, target, tokenizer, documents["train"])
@@ -189,15 +190,22 @@ def _try_training(
 ) -> None:  # fmt: skip
     """Alignment, the pace of a few steps on rows of `length` tokens, and a text learnt by heart.
 
+    Of a drafter that is not trained, the pace of writing alone.
+
     Args:
         each: rows and answers of a document.
     """
-    drafter: Any = make_drafter(recipe, target, Sample(torch.cat(texts)))  # type: ignore[arg-type]
+    sample: Any = Sample(torch.cat(texts)) if family(recipe.drafter.family).trainable else None
+    drafter: Any = make_drafter(recipe, target, sample)
     short = min(prompt_settings(recipe)["tokens"] or 32, 32)
     prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
     started = time.perf_counter()
     written = write_texts(target, drafter, prompts, min(recipe.distill.new_tokens, _WRITTEN))
     wrote = texts_tokens(written), time.perf_counter() - started
+    if not drafter.trainable:
+        step = 0.0, peak_memory(target.device)
+        found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each)
+        return
     longest = max(written, key=lambda text: len(text.tokens) - text.prompt)
     drafter = make_drafter(recipe, target, Sample(longest.tokens))  # type: ignore[arg-type]
     train = recipe.train

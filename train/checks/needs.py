@@ -19,6 +19,7 @@ from ..sizes import (
     ROW_TOKEN,
     STORED,
     adapter_parameters,
+    collected_bytes,
     feature_bytes,
     parameters_of,
     state_bytes,
@@ -59,13 +60,18 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     scratch = recipe.target.scratch is not None
     target = weight_bytes(plan.target, "float32" if scratch else recipe.target.dtype)
     drafter = parameters_of(plan.drafter)
-    if not plan.drafter.trainable:
-        return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
+    corpus = 1.1 * recipe.corpus.max_bytes
+    if not plan.drafter.learns():
+        return Needs(target, drafter, corpus, target, None)
     distill, train = recipe.distill, recipe.train
     row = distill.row_tokens
     rows = distill.examples * row
     if distill.writer == "given":  # texts make any number of rows; a token has a byte at least
         rows = recipe.corpus.max_bytes
+    corpus += ROW_TOKEN * rows
+    if not plan.drafter.trainable:
+        kept = collected_bytes(plan.drafter, rows)
+        return Needs(target, drafter, corpus + kept, target + kept, distill.max_seconds)
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
     depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
@@ -73,7 +79,7 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     states = depths * min(row, distill.new_tokens) * config.hidden_size
     learned = drafter + adapter_parameters(plan.target, plan.drafter)
     memory = target + state_bytes(train) * learned + 4 * train.batch_size * (features + states)
-    disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * learned
+    disk = corpus + (STORED + ARTIFACT) * learned
     disk += feature_bytes(recipe, plan.target, plan.drafter, rows)
     bounds = [distill.max_seconds, train.max_seconds]
     if (made := recipe.target.scratch) is not None:

@@ -99,7 +99,7 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
             "template; set distill.chat to plain or auto"
         )
     if recipe.distill.rounds > 1 and (drafter.adapter is not None or not drafter.trainable):
-        what = "changes the target's text" if drafter.adapter is not None else "does not learn"
+        what = "changes the target's text" if drafter.adapter is not None else "is not trained"
         raise CheckError(
             f"distill.rounds is {recipe.distill.rounds}, but "
             f"{with_article(recipe.drafter.family)} drafter, "
@@ -223,7 +223,7 @@ def _check_tree(recipe: Recipe, drafter: Drafter) -> None:
 
 def _check_lengths(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) -> None:
     """Rows, and the texts that validation writes, must fit the context."""
-    if drafter.trainable and recipe.distill.writer != "given":  # whose rows are cut
+    if drafter.learns() and recipe.distill.writer != "given":  # whose rows are cut
         check_context(recipe.distill, target)
         if isinstance(drafter, TrainableDrafter) and drafter.language_model is not None:
             check_context(recipe.distill, drafter.language_model, "draft model")
