@@ -1,6 +1,6 @@
 """Tokens per round of token recycling, by its tree, its settings, and what it is shown.
 
-    python benchmarks/recycling.py PATH/OF/stories260k
+    python -m benchmarks.recycling PATH/OF/stories260k
 
 The model continues the openings of stories by 128 tokens, greedily, all in one batch.
 """
@@ -12,27 +12,13 @@ import torch
 from torch import Tensor
 
 import headstart
+from benchmarks.stories import OPENINGS
 from headstart.heads import load_drafter
 from headstart.heads.recycling import Recycling, RecyclingState
 from headstart.infer import Speculator, Union, parse_tree
 from headstart.infer.measure.own_text import decode_texts, write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks
 
-OPENINGS = (
-    "Once upon a time, there was a little girl named Lily. She loved to play with her dog in the "
-    "park.",
-    "One day, a boy named Tim found a red ball under the big tree.",
-    "There was a cat who lived in a small house with an old man.",
-    "Tom and Sue were best friends. They liked to run and jump.",
-    "A big bear was looking for honey in the forest.",
-    "Mia had a new toy car and she wanted to show it to her mom.",
-    "The sun was hot and the birds were singing. Ben went to the lake.",
-    "Once there was a princess who was very sad because she lost her ring.",
-    "Sam saw a frog near the pond. The frog said hello.",
-    "Anna and her dad went to the store to buy apples and bread.",
-    "In a small town there was a kind baker named Joe.",
-    "The little fish wanted to see the world outside the pond.",
-)
 NEW = 128
 
 

@@ -43,11 +43,13 @@ class Step:
         """The best `count` target ids per node, [B, W, count]; -1 where there are fewer.
 
         Args:
-            scores: [B, W, Vd] to rank by instead of the logits.
+            scores: to rank by, [B, W, Vd] instead of the logits, or [B, W, k] of the candidates.
         """
         scored: Any = self.logits if scores is None else scores
         if self.ids is not None:
             best = self.ids[..., :count]
+            if scores is not None:
+                best = self.ids.gather(-1, best_of(scores, best.shape[-1])[1])
         else:
             values, best = best_of(scored, min(count, scored.shape[-1]))
             self.note(values[..., 0])

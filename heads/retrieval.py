@@ -73,6 +73,10 @@ class Retrieval(MatchDrafter):
         """That of its votes; transformers' own asks for weights."""
         return torch.float32
 
+    @property
+    def default_tree(self) -> str:
+        return "best-first:16,4,8"
+
     def collect(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
         config, device = self.config, self.text.device
         first = config.max_match + 1

@@ -39,15 +39,20 @@ class Children:
         return self.expansion in SAMPLED
 
     def scores(self, step: Step, lengths: Tensor, depth: int | Tensor) -> Tensor | None:
-        """What children that are not drawn are ranked by, [B, W, Vd]; None for the logits.
+        """What children that are not drawn are ranked by, [B, W, Vd], or [B, W, k] for candidates.
+
+        None for the logits, or the candidates' own order.
 
         Args:
             lengths: [B], the root's position; depth: the children's, or [W] for each row's.
         """
-        if self.expansion != "coupled" or step.logits is None:
+        known, tokens = step.logits, step.vocabulary
+        if known is None:
+            known, tokens = step.log_probs, step.ids
+        if self.expansion != "coupled" or known is None:
             return None
         positions = lengths.unsqueeze(1) + depth  # [B, 1 or W]
-        return self.sampling.perturb(self.sampling.warp(step.logits), positions, step.vocabulary)
+        return self.sampling.perturb(self.sampling.warp(known), positions, tokens)
 
     def take(
         self, step: Step, count: int, lengths: Tensor, depth: int | Tensor, parents: Tensor

@@ -171,21 +171,22 @@ def best_children(
     probabilities are not known count as e^0, e^-1, … in their order. Missing children are at -inf,
     or at NaN.
     """
-    if step.logits is None:
-        ids = step.top(count)
-        if step.log_probs is None:
-            values = -torch.arange(count, dtype=torch.float64, device=ids.device)
-        else:
-            values = step.log_probs[..., :count].double()
-            values = pad(values, (0, count - values.shape[-1]), value=NEVER)
-        return ids, torch.where(ids < 0, NEVER, values)
     scores, sampling = children.scores(step, lengths, depth), children.sampling
+    known = step.logits if step.ids is None else step.log_probs
+    if known is None:
+        ids = step.top(count)
+        order = torch.arange(count, dtype=torch.float64, device=ids.device)
+        return ids, torch.where(ids < 0, NEVER, -order)
     if scores is None:
-        scores = step.logits if sampling.seeds is None else sampling.warp(step.logits)
+        scores = known if sampling.seeds is None else sampling.warp(known)
     most = min(count, scores.shape[-1])
     values, columns = best_log_probabilities(scores, most)  # [B, W, most]
-    step.note(values[..., 0])
-    ids, missing = step.named(columns), (0, count - most)
+    if step.ids is None:
+        step.note(values[..., 0])
+        ids = step.named(columns)
+    else:
+        ids = step.ids.gather(-1, columns)
+    missing = (0, count - most)
     if most == count:
         return ids, values
     return pad(ids, missing, value=-1), pad(values, missing, value=NEVER)

@@ -152,6 +152,7 @@ def test_texts_are_saved_and_loaded(tmp_path: Path) -> None:
     save_drafter(found, tmp_path / "texts", manifest)
     speculator = headstart.load(tiny("llama"), tmp_path / "texts")
     loaded: Any = speculator.drafter
+    assert str(speculator.tree) == "best-first:16,4,8"
     assert torch.equal(loaded.text, found.text) and torch.equal(loaded.order, found.order)
     out = speculator.generate(prompts([9])[0], max_new_tokens=30, do_sample=False)
     assert out.shape == (1, 39)

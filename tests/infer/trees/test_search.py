@@ -301,6 +301,32 @@ def test_no_numbers_propose_nothing() -> None:
         assert paths_of(grown, 2) == paths_of(whole, 2)
 
 
+class Known(Table):
+    """The same as candidates, with their log-probabilities and two that are none."""
+
+    def answer(self, paths: list[list[Path]]) -> Step:
+        found = super().answer(paths)
+        assert found.logits is not None
+        log_probs, ids = found.logits.log_softmax(-1).sort(dim=-1, descending=True)
+        none = torch.full_like(ids[..., :2], -1)
+        return Step(
+            ids=torch.cat([found.named(ids), none], -1),
+            log_probs=torch.cat([log_probs, none * math.inf], -1),
+        )
+
+
+@pytest.mark.parametrize("expansion", ["topk", "coupled"])
+@pytest.mark.parametrize("tree", [BestFirst(12, 3, 4), Beam(3, 4), StaticTree.cartesian([3, 2, 2])])
+def test_candidates_of_known_probability_count_like_logits(tree: Any, expansion: Any) -> None:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(4)])
+    children, done = Children(expansion, Sampling(row_seeds(1, 3), warpers)), committed(3)
+    for vocabulary in (None, torch.tensor([3, 4, 8, 9, 12, 13])):
+        expected = tree.grow(Table(vocabulary), None, done, children)
+        found = tree.grow(Known(vocabulary), None, done, children)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.topology.parents, expected.topology.parents)
+
+
 @pytest.mark.parametrize("expansion", ["topk", "coupled"])
 @pytest.mark.parametrize("tree", [BestFirst(12, 3, 4), Beam(3, 4)], ids=str)
 def test_a_row_alone_grows_the_same_tree(tree: Any, expansion: Any) -> None:
