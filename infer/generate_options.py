@@ -91,6 +91,8 @@ class GenerateOptions:
     def take_stop_strings(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Turn `stop_strings` into a criterion; `generate` hands no tokenizer to a callable."""
         if not (strings := self.get("stop_strings")):
+            if "stop_strings" in self.options:  # none by name, whatever the config says
+                self._without_stop_strings()
             return
         criteria = StoppingCriteriaList(self.options.pop("stopping_criteria", None) or [])
         if not any(type(criterion) is StopStringCriteria for criterion in criteria):
@@ -100,6 +102,9 @@ class GenerateOptions:
                 )
             criteria.append(StopStringCriteria(tokenizer, strings))
         self.options["stopping_criteria"] = criteria
+        self._without_stop_strings()
+
+    def _without_stop_strings(self) -> None:
         self.set(stop_strings=None)
         self.options.pop("stop_strings", None)
 

@@ -44,6 +44,7 @@ class _Own(BaseHandler):
     asked_in = "messages"
     raises_errors = True
     _config: Any = None  # of the request's generation
+    _asked = Asked()
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         body = {"stream": False, **without_nulls(body)}
@@ -76,17 +77,15 @@ class _Own(BaseHandler):
                 setattr(config, name, float(body[name]))
         if "top_k" in body:
             config.top_k = max(body["top_k"], 0)  # 0 leaves no token out
-        if stops := stops_of(body):
-            config.stop_strings = stops
+        own = config.stop_strings or []
+        stops = stops_of(body) or ([own] if isinstance(own, str) else own)
+        config.stop_strings = None
         if biases := biases_of(body):
             config.sequence_bias = {(int(token),): bias for token, bias in biases.items()}
-        setattr(config, ASKED, Asked(body.get("seed"), chat, continues="prompt" in body))
+        self._asked = Asked(body.get("seed"), chat, "prompt" in body, tuple(stops))
+        setattr(config, ASKED, self._asked)
         self._config = config
         return config
-
-    @property
-    def _stops(self) -> list[str]:
-        return self._config.stop_strings or []
 
     def _is_cut(self, tokens: int) -> bool:
         """Whether an answer of so many tokens ended because it may have no more."""
@@ -117,9 +116,9 @@ class Chats(_Ended, ChatCompletionHandler):
     """Of /v1/chat/completions."""
 
     def _build_completion(self, request_id: str, content: str, *given: Any, **options: Any) -> Any:
-        content = before_stop(content, self._stops)  # which is read from tokens again
+        content = before_stop(content, self._asked.stops)  # which is read from tokens again
         if thoughts := options.get("reasoning_content"):
-            options["reasoning_content"] = before_stop(thoughts, self._stops)
+            options["reasoning_content"] = before_stop(thoughts, self._asked.stops)
         return super()._build_completion(request_id, content, *given, **options)
 
 

@@ -26,7 +26,7 @@ _CALLS = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id",),
 }  # the texts of these items of `input`
-_STOPS = 64  # stop strings of a request, at most: each is looked for in the whole vocabulary
+_STOPS = 64  # stop strings of a request, at most: each is looked for after every token
 _SHOWN = 60  # characters of a wrong value that a message repeats
 _SEEDS = 1 << 63
 _LARGEST = 1e38  # about the largest float32

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+_BESIDE = 8  # tokens without a text that may stand between those of a stop string
 
 
 class UntilStop:
@@ -56,3 +63,34 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     """
     until = UntilStop(stops)
     return until.add(text) + until.end()
+
+
+class AtStop(StoppingCriteria):
+    """Holds once an answer's text has a stop string; the prompt's text never counts.
+
+    `StopStringCriteria` of transformers looks through the whole vocabulary for each new request,
+    which takes seconds, and counts the prompt. This one reads the text of the last tokens.
+
+    Args:
+        stops: none of them empty, at least one.
+        prompt: tokens before the answer.
+        before: the last of these, whose text the answer continues, see `context_of`.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], prompt: int, before: Sequence[int]):
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._prompt, self._before = prompt, list(before)
+        self._last = max(len(stop.encode()) for stop in stops) + _BESIDE
+
+    def __call__(self, input_ids: Tensor, scores: Any, **given: Any) -> Tensor:  # type: ignore[override]
+        first = max(self._prompt, input_ids.shape[1] - self._last)
+        before = self._before if first == self._prompt else []
+        found = [self._in_text(before, row) for row in input_ids[:, first:].tolist()]
+        return torch.tensor(found, device=input_ids.device)
+
+    def _in_text(self, before: list[int], ids: list[int]) -> bool:
+        text = self._text([*before, *ids])[len(self._text(before)) :]
+        return any(stop in text for stop in self._stops)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) if ids else ""

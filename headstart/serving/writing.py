@@ -24,7 +24,7 @@ from headstart.heads.core import counted, trained_context
 from headstart.terminal import one_line
 from headstart.train.figures.pieces import context_of, continued
 
-from .stops import UntilStop, before_stop
+from .stops import AtStop, UntilStop, before_stop
 
 if TYPE_CHECKING:
     from headstart.infer import Batcher, Recorder
@@ -42,6 +42,12 @@ class Asked(NamedTuple):
     seed: int | None = None
     chat: list[dict[str, Any]] | None = None
     continues: bool = False  # the prompt's text, rather than answer a chat
+    stops: tuple[str, ...] = ()  # strings that end the answer, none of them empty
+
+
+def asked_of(config: Any) -> Asked:
+    """What a request's generation config does not say."""
+    return getattr(config, ASKED, Asked())
 
 
 def said_of(error: Exception) -> dict[str, str]:
@@ -101,7 +107,8 @@ class Writer:
             inputs["chats"] = None if asked.chat is None else [asked.chat]
         if asked.seed is not None:
             inputs["seed"] = asked.seed
-        found = decode(generation_config=generation_config, **inputs)
+        # A request's stop strings, or the model's own, are among its criteria.
+        found = decode(generation_config=generation_config, stop_strings=None, **inputs)
         stats = self._batcher.stats
         seconds = stats.prefill_seconds + stats.decode_seconds
         tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
@@ -139,9 +146,8 @@ class Manager(GenerateManager):
     ) -> Any:
         """The pieces of an answer that is written meanwhile, and its streamer."""
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        streamer = _Cut(
-            tokenizer, self._loop, self.pieces, response_parser, gen_config.stop_strings or ()
-        )
+        stops = asked_of(gen_config).stops
+        streamer = _Cut(tokenizer, self._loop, self.pieces, response_parser, stops)
         streamer.continue_after(_context(processor, inputs, gen_config))
         streamer._cancelled = self._left
         run = self._generation(processor, inputs, gen_config, streamer)
@@ -162,26 +168,29 @@ class Manager(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
-        context = _context(processor, inputs, gen_config)
+        context, stops = _context(processor, inputs, gen_config), asked_of(gen_config).stops
         sequences = self._generation(processor, inputs, gen_config, _UntilLeft(self._left))()
         length = inputs["input_ids"].shape[-1]
         ids = sequences[0, length:]
         text = continued(processor, context, ids.tolist())
-        return before_stop(text, gen_config.stop_strings or ()), length, ids
+        return before_stop(text, stops), length, ids
 
     def _generation(
         self, processor: Any, inputs: Any, config: Any, streamer: Any
     ) -> Callable[[], Any]:
         self._writer.limit(inputs, config)
+        criteria: list[AtStop] = []
+        if stops := asked_of(config).stops:
+            context = _context(processor, inputs, config)
+            criteria = [AtStop(processor, stops, inputs["input_ids"].shape[-1], context)]
         return lambda: self._writer.generate(
-            **inputs, generation_config=config, tokenizer=processor, streamer=streamer
+            **inputs, generation_config=config, stopping_criteria=criteria, streamer=streamer
         )
 
 
 def _context(tokenizer: Any, inputs: Any, config: Any) -> list[int]:
     """The last tokens of a prompt whose text the answer continues; none of a chat."""
-    asked: Asked = getattr(config, ASKED, Asked())
-    prompt = inputs["input_ids"][0].tolist() if asked.continues else ()
+    prompt = inputs["input_ids"][0].tolist() if asked_of(config).continues else ()
     return context_of(tokenizer, prompt)
 
 

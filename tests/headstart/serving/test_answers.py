@@ -15,7 +15,7 @@ import torch
 from transformers.utils.import_utils import is_serve_available
 
 import headstart
-from headstart.infer import Batcher
+from headstart.infer import Batcher, generate_options
 from headstart.infer.stats import Stats
 from tests.support.chats import GEMMA
 from tests.support.paths import SHARED
@@ -73,11 +73,24 @@ def test_a_stop_string_is_not_in_the_answer(client: Any) -> None:
     assert found.choices[0].text == whole[: whole.index(whole[5:7])] != whole
 
 
+def test_a_stop_string_ends_an_answer_without_a_look_at_the_vocabulary(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would take seconds; and a stop string that begins in the prompt ends nothing."""
+    monkeypatch.setattr(generate_options, "StopStringCriteria", None)
+    options: dict[str, Any] = {"model": "talker", "max_tokens": 30, "temperature": 0}
+    whole = client.completions.create(prompt="upon x", **options).choices[0].text
+    found = client.completions.create(prompt="upon x", stop=whole[5:8], **options)
+    assert found.usage.completion_tokens == whole.index(whole[5:8]) + 3 < 30
+    found = client.completions.create(prompt="upon x", stop="x" + whole[0], **options)
+    assert found.choices[0].text == whole.partition("x" + whole[0])[0] != whole[0]
+
+
 def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     from transformers.cli.serving.utils import ReasoningText, ToolCall
 
     from headstart.serving.handlers import Chats
-    from headstart.serving.writing import _Cut
+    from headstart.serving.writing import Asked, _Cut
 
     said: Any = SimpleNamespace(items=[], put_nowait=lambda item: said.items.append(item))
     loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, item: call(item))
@@ -98,7 +111,7 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     ]  # fmt: skip
     assert written(thought("aXY"), "b", None) == [(thought, "a"), (type(None), None)]
     chats: Any = Chats.__new__(Chats)
-    chats._config = SimpleNamespace(stop_strings=["XY"])
+    chats._asked = Asked(stops=("XY",))
     found = chats._build_completion("1", "saidXY", "m", "stop", reasoning_content="soXY")
     message = found["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("said", "so")
