@@ -15,7 +15,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
 from .asked import EXTRA, check_asked, check_fields
-from .shapes import biases_of, stops_of, without_nulls
+from .shapes import biases_of, calls_of, stops_of, without_nulls
 from .stops import before_stop
 from .writing import ASKED, Asked, said_of
 
@@ -86,6 +86,19 @@ class _Own(BaseHandler):
         setattr(config, ASKED, self._asked)
         self._config = config
         return config
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Any) -> Any:
+        """Messages as a chat template reads them, with all that they hold.
+
+        Those of transformers are without the text beside calls of tools, thoughts and names.
+        """
+        texts = [{k: v for k, v in each.items() if k != "tool_calls"} for each in messages]
+        found = BaseHandler.get_processor_inputs_from_messages(texts, modality)
+        return [
+            {**given, **read} | ({"tool_calls": calls} if (calls := calls_of(given)) else {})
+            for given, read in zip(messages, found, strict=True)
+        ]
 
     def _is_cut(self, tokens: int) -> bool:
         """Whether an answer of so many tokens ended because it may have no more."""

@@ -146,6 +146,24 @@ def biases_of(body: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a message, with their arguments as objects, which chat templates read.
+
+    >>> calls_of({"tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]})
+    [{'function': {'name': 'f', 'arguments': {'a': 1}}}]
+    """
+    return [
+        {**call, "function": {**call["function"], "arguments": _arguments_of(call["function"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+
+
+def _arguments_of(function: Mapping[str, Any]) -> Any:
+    """An empty text is written for a function without arguments."""
+    given = function["arguments"]
+    return json.loads(given or "{}") if isinstance(given, str) else given
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a number, which true, false, NaN and infinities are not."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -179,6 +197,15 @@ def _check_message(message: Any, at: str) -> None:
             raise wrong(
                 f"{at}.tool_calls[{number}]", call, "an object whose function has name, arguments"
             )
+        _check_arguments(function, f"{at}.tool_calls[{number}].function.arguments")
+
+
+def _check_arguments(function: Mapping[str, Any], at: str) -> None:
+    try:
+        _arguments_of(function)
+    except (ValueError, RecursionError) as error:
+        wanted = "a JSON object, written as a text"
+        raise wrong(at, function["arguments"], wanted) from error
 
 
 def _check_content(content: Any, at: str, kinds: frozenset[str] = TEXT_PARTS) -> None:
@@ -218,6 +245,8 @@ def _check_input(given: Any) -> None:
             for name in _CALLS[kind]:
                 if not isinstance(item.get(name), str):
                     raise wrong(f"{at}.{name}", item.get(name), "a text")
+            if kind == "function_call":
+                _check_arguments(item, f"{at}.arguments")
             if kind == "function_call_output":
                 _check_content(item.get("output"), f"{at}.output")
         elif kind in (None, "message"):

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_serve_available
 import headstart
 from headstart.infer import Batcher, generate_options
 from headstart.infer.stats import Stats
-from tests.support.chats import GEMMA
+from tests.support.chats import GEMMA, TOOLS, chat_tokenizer
 from tests.support.paths import SHARED
 from tests.support.served import served, speaker
 
@@ -127,6 +127,28 @@ def test_a_continuation_keeps_the_space_before_it() -> None:
         with client.completions.create(**asked, temperature=0, stream=True) as parts:
             streamed = "".join(part.choices[0].text for part in parts)
     assert found.choices[0].text == streamed and streamed.startswith(" a time, there was")
+
+
+def test_a_template_is_given_all_of_a_message() -> None:
+    from transformers.cli.serving.utils import Modality
+
+    from headstart.serving.handlers import Chats
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    said = {"role": "assistant", "content": "I look."}
+    found = Chats.get_processor_inputs_from_messages(
+        [
+            said | {"reasoning_content": "hm", "tool_calls": [call]},
+            {"role": "tool", "name": "f", "content": [{"type": "text", "text": "42"}]},
+            said | {"tool_calls": []},
+        ],
+        Modality.LLM,
+    )
+    read = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert found[0] == said | {"reasoning_content": "hm", "tool_calls": [read]}
+    assert found[1] == {"role": "tool", "name": "f", "content": "42"}
+    text: Any = chat_tokenizer(TOOLS).apply_chat_template(found, tokenize=False)
+    assert 'I look.<tool_call>{"name": "f", "arguments": {}}' in text and text.count("look") == 2
 
 
 def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:

@@ -8,6 +8,7 @@ from headstart.serving.shapes import biases_of, check_shapes, stops_of, without_
 
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BAD_CALL: dict[str, Any] = CALL | {"function": {"name": "f", "arguments": "{a"}}
 PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 
 
@@ -25,6 +26,14 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text is None"),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls is 5"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "function has name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]},
+            r"tool_calls\[0\].function.arguments is '{a'; expected a JSON object",
+        ),
+        (
+            {"input": [USER, {"type": "function_call", "call_id": "1", **BAD_CALL["function"]}]},
+            r"input\[1\].arguments is '{a'",
+        ),
         ({"prompt": ["a", "b"]}, "prompt is .*; expected a text"),
         ({"prompt": "a", "stop": 5}, "stop is 5; expected a text, or a list of texts"),
         ({"prompt": "a", "stop": ["b", 5]}, "expected a text, or a list"),
