@@ -20,7 +20,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from headstart.heads.core import counted, trained_context
+from headstart.heads.core import counted, end_tokens, trained_context
 from headstart.terminal import one_line
 from headstart.train.figures.pieces import context_of, continued
 
@@ -98,6 +98,13 @@ class Writer:
             )
         config.max_new_tokens = min(config.max_new_tokens or room, room)
 
+    def ends(self, config: Any) -> set[int]:
+        """The tokens that end an answer."""
+        own = config.eos_token_id
+        if own is None:
+            return end_tokens(self._batcher.model)
+        return {own} if isinstance(own, int) else {*own}
+
     def generate(self, *, generation_config: Any, **inputs: Any) -> Any:
         """The text [1, P + new] of a request, which may have waited for others before."""
         asked: Asked = vars(generation_config).pop(ASKED, Asked())
@@ -153,13 +160,15 @@ class Manager(GenerateManager):
         run = self._generation(processor, inputs, gen_config, streamer)
 
         def work() -> None:
+            last = None
             try:
                 run()
             except Left:
-                self._loop.call_soon_threadsafe(self.pieces.put_nowait, None)
+                pass
             except Exception as error:
                 print(f"error: {one_line(error)}", file=sys.stderr)
-                self._loop.call_soon_threadsafe(self.pieces.put_nowait, error)
+                last = error
+            self._loop.call_soon_threadsafe(self.pieces.put_nowait, last)
 
         in_thread(work)
         return self.pieces, streamer
@@ -183,9 +192,18 @@ class Manager(GenerateManager):
         if stops := asked_of(config).stops:
             context = _context(processor, inputs, config)
             criteria = [AtStop(processor, stops, inputs["input_ids"].shape[-1], context)]
-        return lambda: self._writer.generate(
-            **inputs, generation_config=config, stopping_criteria=criteria, streamer=streamer
-        )
+
+        def run() -> Any:
+            text = self._writer.generate(
+                **inputs, generation_config=config, stopping_criteria=criteria, streamer=streamer
+            )
+            ended = int(text[0, -1]) in self._writer.ends(config)
+            if ended or any(bool(each(text, None)) for each in criteria):
+                # Handlers take an answer of that length for one that was cut.
+                config.max_new_tokens = None
+            return text
+
+        return run
 
 
 def _context(tokenizer: Any, inputs: Any, config: Any) -> list[int]:
@@ -253,7 +271,10 @@ class _UntilLeft(BaseStreamer):
 
 
 class _Cut(DirectStreamer):
-    """Hands on what stands before the first stop string, in the text or in the thoughts before."""
+    """Hands on what stands before the first stop string, in the text or in the thoughts before.
+
+    That an answer has ended, its manager says.
+    """
 
     def __init__(self, tokenizer: Any, loop: Any, pieces: Any, parser: Any, stops: Any):
         self._until, self._kind = UntilStop(stops), str
@@ -267,7 +288,9 @@ class _Cut(DirectStreamer):
     def _enqueue(self, item: Any) -> None:
         if not isinstance(item, str) or type(item) is not self._kind:
             self._hand_on(self._until.end())
-        if not isinstance(item, str):  # a call of a tool, or the end
+        if item is None:
+            return
+        if not isinstance(item, str):  # a call of a tool
             super()._enqueue(item)
             return
         self._kind = ReasoningText if isinstance(item, ReasoningText) else str

@@ -86,6 +86,25 @@ def test_a_stop_string_ends_an_answer_without_a_look_at_the_vocabulary(
     assert found.choices[0].text == whole.partition("x" + whole[0])[0] != whole[0]
 
 
+@pytest.mark.parametrize("settings", [{"eos_token_id": 0}, {"stop_strings": "!"}])
+def test_an_answer_that_ends_with_its_last_token_is_not_cut(
+    client: Any, settings: dict[str, Any]
+) -> None:
+    """The end token, here `!`, is the third one, as the stop string is."""
+    bias = [[[0], -90.0], [[72, 72, 0], 500.0], [[72], 90.0]]
+    for limit, reason in ((2, "length"), (3, "stop"), (4, "stop")):
+        given = settings | {"sequence_bias": bias, "max_new_tokens": limit, "do_sample": False}
+        body = {"model": "talker", "extra_body": {"generation_config": json.dumps(given)}}
+        found = client.completions.create(prompt="a", **body)
+        assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (
+            min(limit, 3), reason,
+        )  # fmt: skip
+        with client.completions.create(prompt="a", stream=True, **body) as parts:
+            assert [part.choices[0].finish_reason for part in parts][-1] == reason
+        answer = client.responses.create(input="a", **body)
+        assert answer.status == ("completed" if reason == "stop" else "incomplete")
+
+
 def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     from transformers.cli.serving.utils import ReasoningText, ToolCall
 
@@ -107,9 +126,8 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     thought = ReasoningText
     assert written(thought("aX"), "Yb", "cX", call, None) == [
         (thought, "a"), (thought, "X"), (str, "Yb"), (str, "c"), (str, "X"), (ToolCall, call),
-        (type(None), None),
     ]  # fmt: skip
-    assert written(thought("aXY"), "b", None) == [(thought, "a"), (type(None), None)]
+    assert written(thought("aXY"), "b", None) == [(thought, "a")]
     chats: Any = Chats.__new__(Chats)
     chats._asked = Asked(stops=("XY",))
     found = chats._build_completion("1", "saidXY", "m", "stop", reasoning_content="soXY")
