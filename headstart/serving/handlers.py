@@ -106,13 +106,29 @@ class _Own(BaseHandler):
 
 
 class _Ended(_Own):
-    """Ends a stream as the protocol does, which some clients wait for."""
+    """Ends a stream as the protocol does, which some clients wait for.
+
+    Where a request asks for its usage (`stream_options`), a chunk without choices tells it.
+    """
+
+    _usage_apart = False
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        options = body.get("stream_options")
+        self._usage_apart = isinstance(options, dict) and bool(options.get("include_usage"))
         answer = await super().handle_request(body, request_id)
         if isinstance(answer, StreamingResponse):
             answer.body_iterator = _with_end(answer.body_iterator)
         return answer
+
+    def _build_chunk_sse(self, *given: Any, usage: Any = None, **options: Any) -> str:
+        build: Any = super()._build_chunk_sse  # type: ignore[misc]
+        if usage is None or not self._usage_apart:
+            return build(*given, usage=usage, **options)
+        last = build(*given, **options)
+        chunk = json.loads(last.removeprefix("data: "))
+        told = chunk | {"choices": [], "usage": usage.model_dump(exclude_none=True)}
+        return f"{last}data: {json.dumps(told)}\n\n"
 
 
 async def _with_end(parts: Any) -> AsyncIterator[Any]:

@@ -14,6 +14,7 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "messages": (list, "a list of messages"),
     "instructions": (str, "a text"),
     "stream": (bool, "true or false"),
+    "stream_options": (dict, "an object"),
     "seed": (int, "a whole number"),
     "logit_bias": (dict, "an object with a number for each token id"),
     "chat_template_kwargs": (dict, "an object"),

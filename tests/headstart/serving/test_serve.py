@@ -203,6 +203,21 @@ def test_a_stream_ends_as_the_protocol_does(client: Any) -> None:
     assert lines[-2:] == ["data: [DONE]", ""] and "total_tokens" in lines[-3]
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_tells_its_usage_in_a_chunk_of_its_own_where_that_is_asked(
+    client: Any, chat: bool
+) -> None:
+    options: dict[str, Any] = {"model": "talker", "max_tokens": 3, "stream": True}
+    ask_for = client.chat.completions if chat else client.completions
+    options |= {"messages": ASKED} if chat else {"prompt": "once upon"}
+    *parts, last = ask_for.create(**options, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage.completion_tokens == 3
+    assert parts[-1].choices[0].finish_reason == "length"
+    assert all(part.usage is None for part in parts)
+    *_, last = ask_for.create(**options)
+    assert last.choices and last.usage.completion_tokens == 3
+
+
 def test_a_client_that_leaves_ends_its_request_alone(client: Any, spoken: Any) -> None:
     with ask(client, max_tokens=200, temperature=1.5, seed=5, stream=True) as parts:
         next(iter(parts))
