@@ -125,8 +125,6 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
         if not harmless(body[name]):
             value = shown(body[name])
             raise ValueError(f"{name} is {value}, which this server cannot do; {remedy}")
-    if body.get("logit_bias") and "prompt" in body:
-        raise ValueError("logit_bias is for chats alone on this server; leave it out")
     if ("messages" in body or "input" in body) and template is None:
         raise ValueError(
             "the target's tokenizer has no chat template, so it answers no chats; send the text as "

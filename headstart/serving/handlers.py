@@ -48,6 +48,8 @@ class _Own(BaseHandler):
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         body = {"stream": False, **without_nulls(body)}
+        if body.get("tool_choice") == "none":  # what a model is not told of it does not call
+            body.pop("tools", None)
         return await super().handle_request(body, request_id)  # type: ignore[misc]
 
     def _validate_request(self, body: dict[str, Any]) -> None:

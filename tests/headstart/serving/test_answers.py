@@ -169,6 +169,12 @@ def test_a_template_is_given_all_of_a_message() -> None:
     assert 'I look.<tool_call>{"name": "f", "arguments": {}}' in text and text.count("look") == 2
 
 
+def test_tools_that_may_not_be_called_are_not_told(client: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    found = client.chat.completions.create(**BODY, tools=[tool], tool_choice="none")
+    assert found.usage == client.chat.completions.create(**BODY).usage
+
+
 def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:
     whole = client.chat.completions.create(**BODY).choices[0].message.content
     for given in ({"logit_bias": {"70": 100}}, {"extra_body": {"repetition_penalty": 1.8}}):
@@ -176,6 +182,8 @@ def test_a_bias_or_a_repetition_penalty_changes_the_text(client: Any) -> None:
         assert found != whole
     found = client.chat.completions.create(**BODY, extra_body={"repetition_penalty": 1})
     assert found.choices[0].message.content == whole
+    options = {"model": "talker", "max_tokens": 3, "temperature": 0, "logit_bias": {"70": 100}}
+    assert client.completions.create(prompt="a", **options).choices[0].text == "ggg"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

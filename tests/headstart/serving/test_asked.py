@@ -16,7 +16,6 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"prompt": "a", "best_of": 3}, None, "best_of is 3"),
         ({"prompt": "a", "echo": True}, None, "put the prompt before the answer"),
         ({"prompt": "a", "logprobs": 0}, None, "no probabilities are returned"),
-        ({"prompt": "a", "logit_bias": {"1": 2}}, None, "for chats alone"),
         ({"messages": SAID}, None, "/v1/completions"),
         ({"input": "a"}, None, "/v1/completions"),
         ({"messages": SAID, "tools": TOOLS}, "{{ messages }}", "no place for tools"),
@@ -69,7 +68,10 @@ def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
     ("body", "template"),
     [
         ({"prompt": "a", "n": 1, "best_of": 1, "echo": False, "suffix": ""}, None),
-        ({"prompt": "a", "temperature": 0, "top_p": 0, "max_tokens": 1, "logit_bias": {}}, None),
+        (
+            {"prompt": "a", "temperature": 0, "top_p": 0, "max_tokens": 1, "logit_bias": {"1": 2}},
+            None,
+        ),
         ({"messages": SAID, "tools": TOOLS, "tool_choice": "auto"}, "{{ tools }}"),
         ({"messages": SAID, "tools": [], "tool_choice": "none"}, "x"),
         ({"messages": SAID, "logit_bias": {"1": 2}, "presence_penalty": 0.0}, {"default": "x"}),
