@@ -79,6 +79,8 @@ class _Own(BaseHandler):
                 setattr(config, name, float(body[name]))
         if "top_k" in body:
             config.top_k = max(body["top_k"], 0)  # 0 leaves no token out
+        elif config.top_k is None:
+            config.top_k = 0  # else `generate` would take the 50 most likely tokens
         own = config.stop_strings or []
         stops = stops_of(body) or ([own] if isinstance(own, str) else own)
         config.stop_strings = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 from transformers.utils.import_utils import is_serve_available
 
 from headstart.cli import main
@@ -112,7 +113,18 @@ def test_a_temperature_samples_and_a_seed_repeats_it(client: Any, spoken: Any) -
         found = list(pool.map(one, seeds))
     assert found[:3] == found[3:] and len(set(found)) == 3
     options = {"do_sample": True, "temperature": 1.3, "seed": 2}
-    assert found[1] == own_text(spoken, 24, **options)
+    assert found[1] == own_text(spoken, 24, top_k=0, **options)
+
+
+def test_without_a_top_k_no_token_is_left_out() -> None:
+    """As the protocol has it; `generate` would take the 50 most likely ones."""
+    from headstart.serving.handlers import Chats
+    from headstart.serving.writing import State
+
+    handler: Any = Chats(None, State())  # type: ignore[arg-type]
+    for asked, own, expected in (({}, None, 0), ({}, 50, 50), ({"top_k": 5}, 50, 5)):
+        config = handler._build_generation_config(asked, GenerationConfig(top_k=own))
+        assert config.top_k == expected
 
 
 def test_completions_and_responses_have_the_text_too(client: Any, spoken: Any) -> None:
