@@ -25,7 +25,7 @@ from headstart.terminal import one_line
 from .bounds import Bounds
 from .handlers import Chats, Completions, Responses, check_model
 from .shapes import check_text, shown
-from .writing import Left, Manager, State, Writer, in_thread, said_of
+from .writing import Left, Manager, State, Writer, in_thread, returned, said_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -84,7 +84,7 @@ class _Answers:
         request_id = request.state.request_id
         try:
             # In a thread, since it takes seconds to tokenize a prompt of megabytes.
-            working = in_thread(lambda: asyncio.run(handler.handle_request(body, request_id)))
+            working = in_thread(lambda: returned(handler.handle_request(body, request_id)))
             answer = await _while_there(request, asyncio.wrap_future(working))
             if isinstance(answer, StreamingResponse):  # an error may come in place of a text
                 await _while_there(request, manager.pieces.begun())

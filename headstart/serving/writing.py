@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +71,16 @@ def in_thread(run: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=work, daemon=True).start()
     return future
+
+
+def returned(work: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that waits for nothing, without an event loop and its open files."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise RuntimeError(f"{work} waits for something, which no event loop ends")
 
 
 class Writer:

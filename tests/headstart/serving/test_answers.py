@@ -3,10 +3,12 @@
 import asyncio
 import http.client
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -338,6 +340,28 @@ def test_an_answer_ends_when_its_client_leaves(stream: bool) -> None:
         assert batcher.began.wait(WAIT) and not batcher.left.wait(0.5)
         connection.close()
         assert batcher.left.wait(WAIT)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux")
+def test_a_request_that_waits_has_no_file_open_but_its_connection() -> None:
+    """A process may have 1,024 files open, usually."""
+    go, count = threading.Event(), 8
+
+    def act(written: int) -> None:
+        assert go.wait(WAIT)
+        raise ValueError("enough")
+
+    batcher = Scripted(act)
+    began, generate = threading.Semaphore(0), batcher.generate
+    batcher.generate = lambda **given: (began.release(), generate(**given))  # type: ignore[method-assign]
+    with served(batcher) as client, ThreadPoolExecutor(count) as pool:
+        before = len(os.listdir("/proc/self/fd"))
+        waits = [pool.submit(post, client, "/v1/chat/completions", BODY) for _ in range(count)]
+        assert all(began.acquire(timeout=WAIT) for _ in range(count))
+        opened = len(os.listdir("/proc/self/fd")) - before
+        go.set()
+        assert all("enough" in each.result(WAIT)[1] for each in waits)
+    assert opened <= 2 * count  # of the client and of the server
 
 
 def ends(error: Exception, after: int) -> Callable[[int], None]:
