@@ -7,6 +7,7 @@ headstart serve --target ORG/MODEL --drafter ORG/NAME --port 8000 --name my-mode
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from . import options as shared
 
 _HOST = "the address to listen at (default: localhost, which other machines cannot reach)"
 _BATCH = "requests that are decoded together, at most (default: 1, each as fast as possible)"
+_KEY = "the environment variable that holds the key of requests (default: none is needed)"
 _NAME = "the name that requests ask for (default: the target's)"
 
 
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", metavar="HOST", default="localhost", help=_HOST)
     add("--port", metavar="PORT", type=shared.whole, default=8000, help="its port (default: 8000)")
     add("--name", metavar="NAME", help=_NAME)
+    add("--api-key-env", metavar="VARIABLE", help=_KEY)
     add("--batch-size", metavar="N", type=shared.positive, default=1, help=_BATCH)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)
     shared.add_drafting_arguments(parser)
@@ -45,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
             f"serving needs packages that are missing ({error.name}); install them: "
             "pip install fastapi uvicorn openai"
         ) from error
+    key = _key(options.api_key_env)
     listening = _bound(options.host, options.port)
     check_record(options.record)
     speculator = load_speculator(options)
@@ -64,9 +68,21 @@ def run(options: argparse.Namespace) -> int:
         print("(no chat template: only /v1/completions has an answer)", file=sys.stderr)
     batcher = Batcher(speculator, most)
     recorder = None if options.record is None else Recorder(options.record, batcher)
-    settings = uvicorn.Config(server_of(batcher, name, recorder), log_level="warning")
+    settings = uvicorn.Config(server_of(batcher, name, recorder, key), log_level="warning")
     uvicorn.Server(settings).run(sockets=[listening])
     return 0
+
+
+def _key(variable: str | None) -> str | None:
+    """The key that an environment variable holds; None where none is named."""
+    if variable is None:
+        return None
+    if key := os.environ.get(variable, "").strip():
+        return key
+    raise UsageError(
+        f"--api-key-env names the variable {variable}, which is not set; set it to the key that "
+        "requests must have, or leave it out"
+    )
 
 
 def _bound(host: str, port: int) -> socket.socket:

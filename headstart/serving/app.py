@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -29,6 +30,7 @@ from .writing import Left, Manager, State, Writer, in_thread, returned, said_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from headstart.infer import Batcher, Recorder
 
@@ -41,11 +43,14 @@ _KEPT = {"/v1/models", "/health"}  # of the endpoints that transformers has
 _CLIENT_LEFT = 499  # nobody reads it; the number is that of nginx
 
 
-def server_of(batcher: Batcher, name: str, recorder: Recorder | None = None) -> FastAPI:
+def server_of(
+    batcher: Batcher, name: str, recorder: Recorder | None = None, key: str | None = None
+) -> FastAPI:
     """The application that answers requests for the model `name`; it runs under any ASGI server.
 
     Args:
         recorder: of the same batcher; takes every request that was answered.
+        key: requests must have it as their bearer token, but for those to /health.
     """
     model, writer = _OneModel(batcher, name), Writer(batcher, recorder)
     build: Any = build_server
@@ -63,7 +68,28 @@ def server_of(batcher: Batcher, name: str, recorder: Recorder | None = None) -> 
 
     for kind in (ValueError, HTTPException, TemplateError, Exception):
         app.add_exception_handler(kind, _refused)
+    if key is not None:
+        app.add_middleware(_WithKey, key=key)
     return app
+
+
+class _WithKey:
+    """Answers requests without the key with status 401."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            kind, _, key = given.partition(b" ")
+            if kind.lower() != b"bearer" or not compare_digest(key.strip(), self._key):
+                message = "the request has no key, or another one; send Authorization: Bearer KEY"
+                said = {"message": message, "type": "invalid_request_error"}
+                answer = JSONResponse({"error": said}, 401, {"WWW-Authenticate": "Bearer"})
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _Answers:

@@ -21,8 +21,8 @@ def speaker(context: int, template: str = CHATML) -> Speculator:
 
 
 @contextlib.contextmanager
-def served(batcher: Any, recorder: Any = None) -> Iterator[Any]:
-    """A client of a server whose only model is called `talker`."""
+def served(batcher: Any, recorder: Any = None, key: str | None = None) -> Iterator[Any]:
+    """A client of a server whose only model is called `talker`; it has the server's key."""
     import uvicorn
     from openai import OpenAI
 
@@ -30,7 +30,7 @@ def served(batcher: Any, recorder: Any = None) -> Iterator[Any]:
     from headstart.serving.app import server_of
 
     listening = _bound("127.0.0.1", 0)
-    app = server_of(batcher, "talker", recorder)
+    app = server_of(batcher, "talker", recorder, key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -39,7 +39,7 @@ def served(batcher: Any, recorder: Any = None) -> Iterator[Any]:
         assert time.monotonic() < limit
         time.sleep(0.02)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
         yield client
     server.should_exit = True
     thread.join(timeout=10)

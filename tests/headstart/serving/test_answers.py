@@ -271,6 +271,21 @@ def test_fields_of_other_servers_change_the_text_or_are_refused(client: Any) -> 
     assert status == 400 and "give min_new_tokens in generation_config" in text
 
 
+def test_without_the_key_nothing_is_answered() -> None:
+    from openai import AuthenticationError
+
+    batcher: Any = Scripted(ends(ValueError("enough"), after=0))
+    with served(batcher, key="secret") as client:
+        assert client.models.retrieve("talker").id == "talker"
+        assert post(client, "/health", "", "GET")[0] == 200
+        for path in ("/v1/models", "/v1/completions", "/nowhere"):
+            status, text = post(client, path, "", "POST")
+            assert status == 401 and "Bearer" in json.loads(text)["error"]["message"]
+        for given in ("none", "secret2", "s"):
+            with pytest.raises(AuthenticationError):
+                client.with_options(api_key=given).models.list()
+
+
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_what_a_page_of_any_site_may_send_is_refused(client: Any, kind: str) -> None:
     status, text = post(client, "/v1/completions", {"prompt": "a"}, kind=kind)

@@ -273,3 +273,11 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(
     assert main(given) == 2
     said = capsys.readouterr().err
     assert "cannot listen at 127.0.0.1" in said and "another --host or --port" in said
+
+
+def test_a_key_that_is_not_set_is_said_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", " ")
+    assert main(["serve", "--target", "no/such-model", "--api-key-env", "THE_KEY"]) == 2
+    assert "names the variable THE_KEY, which is not set" in capsys.readouterr().err
