@@ -283,11 +283,12 @@ class _UntilLeft(BaseStreamer):
 class _Cut(DirectStreamer):
     """Hands on what stands before the first stop string, in the text or in the thoughts before.
 
-    That an answer has ended, its manager says.
+    What a round wrote is handed on at once, since each piece costs the server as much. That an
+    answer has ended, its manager says.
     """
 
     def __init__(self, tokenizer: Any, loop: Any, pieces: Any, parser: Any, stops: Any):
-        self._until, self._kind = UntilStop(stops), str
+        self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
         super().__init__(tokenizer, loop, pieces, response_parser=parser)
 
     def continue_after(self, context: list[int]) -> None:
@@ -295,17 +296,32 @@ class _Cut(DirectStreamer):
         if context:
             self._decode_stream = DecodeStream(context, skip_special_tokens=self._parser is None)
 
+    def put(self, value: Any) -> None:
+        super().put(value)
+        self._end_round()
+
+    def end(self) -> None:
+        super().end()
+        self._end_round()
+
     def _enqueue(self, item: Any) -> None:
         if not isinstance(item, str) or type(item) is not self._kind:
-            self._hand_on(self._until.end())
+            self._add(self._until.end())
         if item is None:
             return
         if not isinstance(item, str):  # a call of a tool
-            super()._enqueue(item)
+            self._round.append(item)
             return
         self._kind = ReasoningText if isinstance(item, ReasoningText) else str
-        self._hand_on(self._until.add(item))
+        self._add(self._until.add(item))
 
-    def _hand_on(self, text: str) -> None:
+    def _add(self, text: str) -> None:
+        if text and self._round and type(self._round[-1]) is self._kind:
+            text = self._round.pop() + text
         if text:
-            super()._enqueue(self._kind(text))
+            self._round.append(self._kind(text))
+
+    def _end_round(self) -> None:
+        for item in self._round:
+            super()._enqueue(item)
+        self._round.clear()

@@ -123,6 +123,7 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
         cut = _Cut(tokenizer._tokenizer, loop, said, None, ["XY"])
         for item in items:
             cut._enqueue(item)
+            cut._end_round()
         return [(type(item), item) for item in said.items]
 
     thought = ReasoningText
@@ -135,6 +136,23 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     found = chats._build_completion("1", "saidXY", "m", "stop", reasoning_content="soXY")
     message = found["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("said", "so")
+
+
+def test_what_a_round_wrote_is_one_piece(client: Any) -> None:
+    class Rounds(Scripted):
+        """Writes three letters a round."""
+
+        def generate(self, input_ids: Any, streamer: Any, **options: Any) -> Any:
+            ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list("abc")))
+            streamer.put(input_ids)
+            for _ in range(2):
+                streamer.put(ids)
+            streamer.end()
+            return torch.cat((input_ids, ids[None], ids[None]), 1)
+
+    with served(Rounds(lambda written: None)) as client:
+        assert [each for each in chunks(client) if each] == ["abc", "abc"]
+        assert [each for each in chunks(client, stop="ca") if each] == ["ab"]
 
 
 def test_a_continuation_keeps_the_space_before_it() -> None:
