@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -50,6 +51,18 @@ class DecodingMethod(ABC):
 
     tokenizer: PreTrainedTokenizerBase | None
     stats: Stats
+    _last_criterion: tuple[Any, StopStringCriteria] | None = None  # and what it was made of
+
+    def _criterion_of(
+        self, tokenizer: PreTrainedTokenizerBase, strings: str | list[str]
+    ) -> StopStringCriteria:
+        """The last one again where it was made of the same: that takes seconds, since it looks for
+        each string in the whole vocabulary. It keeps nothing of the texts that it is shown.
+        """
+        made_of, last = (tokenizer, len(tokenizer), repr(strings)), self._last_criterion
+        if last is None or last[0] != made_of:
+            self._last_criterion = last = made_of, StopStringCriteria(tokenizer, strings)
+        return last[1]
 
     @property
     @abstractmethod
@@ -143,7 +156,7 @@ class DecodingMethod(ABC):
         tokenizer = options.pop("tokenizer", None) or self.tokenizer
         if given.get("temperature") == 0 and given.get("do_sample"):
             given.set(do_sample=False, temperature=1.0)
-        given.take_stop_strings(tokenizer)
+        given.take_stop_strings(tokenizer, self._criterion_of)
         if input_ids is not None and "inputs_embeds" not in options:
             check_not_empty(input_ids)
         if given.get("max_new_tokens") == 0 and input_ids is not None:

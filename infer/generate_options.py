@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
@@ -88,7 +88,11 @@ class GenerateOptions:
             options.pop(name, None)
             setattr(config, name, value)
 
-    def take_stop_strings(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def take_stop_strings(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        criterion_of: Callable[[Any, Any], StopStringCriteria],
+    ) -> None:
         """Turn `stop_strings` into a criterion; `generate` hands no tokenizer to a callable."""
         if not (strings := self.get("stop_strings")):
             if "stop_strings" in self.options:  # none by name, whatever the config says
@@ -100,7 +104,7 @@ class GenerateOptions:
                 raise OptionError(
                     "stop_strings need the target's tokenizer, found none; pass tokenizer=…."
                 )
-            criteria.append(StopStringCriteria(tokenizer, strings))
+            criteria.append(criterion_of(tokenizer, strings))
         self.options["stopping_criteria"] = criteria
         self._without_stop_strings()
 

@@ -388,6 +388,24 @@ def test_stop_strings(source: str, batch: int, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(out, expected)
 
 
+def test_the_same_stop_strings_are_looked_for_in_the_vocabulary_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, true = [], tf.StopStringCriteria.__init__
+
+    def init(self: Any, tokenizer: Any, strings: Any) -> None:
+        made.append(strings)
+        true(self, tokenizer, strings)
+
+    monkeypatch.setattr(tf.StopStringCriteria, "__init__", init)
+    ours, (ids, mask) = Speculator(tiny("llama"), tokenizer=letters()), inputs(1)
+    for strings in (["Z"], ["Z"], ["Q"], ["Q"], "Q"):
+        ours.generate(ids, **mask, **base(), stop_strings=strings)
+    assert made == [["Z"], ["Q"], "Q"]
+    ours.generate(ids, **mask, **base(), stop_strings="Q", tokenizer=letters())
+    assert len(made) == 4  # another tokenizer
+
+
 def test_stop_strings_without_a_tokenizer() -> None:
     ids, more = inputs(1)
     ours = Speculator(tiny("llama"))
