@@ -198,7 +198,12 @@ class Batcher(DecodingMethod):
         apart = sampling.readers or (penalty is not None and penalty.prompt_ignore_length)
         # What reads the text counts its padding, too.
         apart = apart or (sampling.of_text and not bool(mask.all()))
-        together = self.rows > 1 and rows == 1 and not apart and request.record is None
+        # A speculator asks criteria between rounds, so that none is captured; a stream's are asked
+        # beside them, by the request's own thread.
+        captured = bool(ending.others) and self.speculator.graphs is not None
+        together = (
+            (self.rows > 1 or captured) and rows == 1 and not apart and request.record is None
+        )
         if limit is not None:
             together = together and prompt.longest <= limit.positions
         if not together:

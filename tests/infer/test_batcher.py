@@ -167,6 +167,19 @@ def test_each_request_has_its_own_criteria_streamer_and_statistics(
         assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
 
 
+def test_rounds_are_captured_though_a_request_has_criteria() -> None:
+    model, (ids, _) = tiny("llama"), asked(1)[0]
+    tokenizer: Any = letters()
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE, tokenizer=tokenizer)
+    on_tape(speculator)
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
+    new = model.generate(ids, **how)[0, ids.shape[1] :]
+    stop = tokenizer.decode(new[40:43])
+    text = Batcher(speculator, rows=1).generate(ids, stop_strings=[stop], **how)
+    assert text[0, ids.shape[1] :].tolist() == new[: tokenizer.decode(new).index(stop) + 3].tolist()
+    assert speculator.graphs is not None and speculator.graphs.replayed > 0
+
+
 class Kept(BaseStreamer):
     """Keeps the tokens that it is given; it may leave after so many calls."""
 
