@@ -147,13 +147,15 @@ def check_can_go_on(earlier: StageFolder, spec: Train) -> None:
 
 
 def continue_from(earlier: Path, folder: Path) -> None:
-    """Copy an earlier training's checkpoints and figures, unless `folder` has some of its own."""
-    if last_checkpoint(folder) is not None:
+    """Copy an earlier training's checkpoints and figures, unless `folder` has gone as far."""
+    checkpoints, reached = kept_checkpoints(earlier), last_checkpoint(folder)
+    # A kill may have left copies of some: only the last one has what training goes on with.
+    if reached is not None and step_of(reached) >= max(checkpoints):
         return
     folder.mkdir(parents=True, exist_ok=True)
     if (figures := earlier.parent / METRICS).is_file():
         shutil.copyfile(figures, folder.parent / METRICS)
-    for checkpoint in kept_checkpoints(earlier).values():  # the last one, which is whole, last
+    for checkpoint in checkpoints.values():  # the last one last
         copy, place = folder / f".{checkpoint.name}", folder / checkpoint.name
         shutil.rmtree(copy, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)
