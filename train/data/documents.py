@@ -43,7 +43,8 @@ class Document:
     id: str  # where it came from
     text: str  # of a chat, what `plain_chat` writes, for models without a chat template
     messages: list[Message] | None = None  # of a chat
-    answer: str | None = None  # what came with a prompt, to be read as `text + answer`
+    # of a prompt: what came with it, to be read as `text + answer`; empty where nothing did
+    answer: str | None = None
     source: str = ""  # the name of the source in the corpus
     tools: list[Any] | None = None  # of a chat: what its template is told of tools, JSON
     category: str = ""  # of a prompt, such as MT-bench's; only reports read it

@@ -96,8 +96,11 @@ def _document(row: Any, id: str, source: str, counts: Counter[str] | None) -> Do
         messages = _with_system(row, _messages(value, key))
         return Document.chat(id, _from_the_user(messages, counts), source, _tools(row))
     text = _text(first, "turns[0]") if key == "turns" else _text(value, key)
-    name = next((name for name in _ANSWERS.get(key, ()) if row.get(name)), None)
-    answer = _text(row[name], "the answer") if name else None
+    names = [name for name in _ANSWERS.get(key, ()) if row.get(name) is not None]
+    name = next((name for name in names if row[name]), names[0] if names else None)
+    answer = _text(row[name], "the answer") if name and row[name] else ""
+    if key == "text" and name is None:
+        return Document(id, text, source=source)
     if key == "text" or (key == "prompt" and name != "response"):
         return Document(id, text, answer=answer, source=source)
     if row.get("input"):

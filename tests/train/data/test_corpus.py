@@ -102,7 +102,10 @@ REPLY = {"role": "assistant", "content": "hello"}
 SYSTEM = {"role": "system", "content": "be kind"}
 ROWS: list[tuple[dict[str, Any], str, list[dict[str, str]] | None, str | None]] = [
     ({"text": "t"}, "t", None, None),
-    ({"prompt": "p"}, "p", None, None),
+    ({"text": "t", "answer": None}, "t", None, None),
+    ({"prompt": "p"}, "p", None, ""),
+    ({"prompt": "p", "completion": "", "answer": None}, "p", None, ""),
+    ({"prompt": "p", "completion": "", "answer": "c"}, "p", None, "c"),
     ({"task_id": 1, "prompt": "def f", "canonical_solution": "():"}, "def f", None, "():"),
     ({"prompt": "p", "completion": "c"}, "p", None, "c"),
     ({"messages": [USER, REPLY]}, "User: hi\n\nAssistant: hello", [USER, REPLY], None),

@@ -40,6 +40,7 @@ def corpus(tmp_path: Path, source: Path | str, **settings: Any) -> list[Document
 
 ROWS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"prompt": "hi", "response": "hello"}, [USER, REPLY]),
+    ({"prompt": "hi", "response": ""}, [USER]),
     ({"question": "hi", "answer": "hello", "system": "be kind"}, [SYSTEM, USER, REPLY]),
     ({"messages": [USER, REPLY], "system": "be kind"}, [SYSTEM, USER, REPLY]),
     ({"messages": [SYSTEM, USER, REPLY], "system": "not this"}, [SYSTEM, USER, REPLY]),

@@ -59,11 +59,11 @@ def given_rows(
     """The rows of each document, of several at once.
 
     They are of a chat its answers, of a prompt its answer, of a text all; where the tokens of the
-    last answer are known, that answer alone. A text makes as many rows of `length` tokens as it
-    takes. Chats that are longer are cut at a turn. Where no answer fits, or the last one alone is
-    taught and does not, they are left out or truncated, as `spec.too_long` says; answers to prompts
-    are truncated. Raises DistillError, which names the document, where the template refuses a chat,
-    or its tokens are not the tokenizer's.
+    last answer are known, that answer alone. What has no answer gives none. A text makes as many
+    rows of `length` tokens as it takes. Chats that are longer are cut at a turn. Where no answer
+    fits, or the last one alone is taught and does not, they are left out or truncated, as
+    `spec.too_long` says; answers to prompts are truncated. Raises DistillError, which names the
+    document, where the template refuses a chat, or its tokens are not the tokenizer's.
     """
 
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
@@ -83,7 +83,8 @@ def given_rows(
                     rows = [row.last() for row in rows[-1:]]
                 made = _fitted(document.id, rows, length, spec.too_long == "truncate")
             elif document.answer is not None:
-                made = _fitted(document.id, [_answered(renderer, document, ids)], length, True)
+                row = _answered(renderer, document, ids)
+                made = _fitted(document.id, [row] if document.answer else [], length, True)
             else:
                 rows = _pieces(next(ids), length)
                 made = written(document.id, rows, Counts(split=int(len(rows) > 1)))
