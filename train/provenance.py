@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads import Drafter
@@ -29,6 +29,7 @@ from .data.training_rows import Rows
 from .recipe import Recipe
 
 _ROWS = 32  # whose loss under the target is measured
+_AT_ONCE = 1 << 27  # logits that the target computes at once
 _THINKING = "enable_thinking"
 
 
@@ -136,40 +137,53 @@ def surprise(
     Returns:
         `nats` a token, and its standard error `se` over rows.
     """
-    model: Any = target
-    device, sums = device_of(target.get_input_embeddings()), []
+    sums = []
     for number in np.unique(np.linspace(0, most - 1, count).astype(int)).tolist():
-        row = rows[number]
-        ids = row["tokens"].to(device).unsqueeze(0)
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        chosen = row["supervised"][1:].to(logits.device)
-        logs = (logits[chosen].float() / max(temperature, 1.0)).log_softmax(-1)  # [M, V]
-        wanted = ids[0, 1:].to(logits.device)[chosen].unsqueeze(-1)
-        more = -logs.gather(-1, wanted).squeeze(-1) + (logs.exp() * logs).sum(-1)  # [M]
-        sums.append([float(more.sum()), len(more)])
+        row, more, tokens = rows[number], 0.0, 0
+        for logits, wanted in _predictions(target, row["tokens"], row["supervised"]):
+            logs = (logits / max(temperature, 1.0)).log_softmax(-1)  # [n, V]
+            nats = -logs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)  # [n]
+            more += float((nats + (logs.exp() * logs).sum(-1)).sum())
+            tokens += len(wanted)
+        sums.append([more, tokens])
     mean, se = _mean(np.array(sums))
     return {"nats": round(mean, 4), "se": round(se, 4)}
 
 
 @torch.no_grad()
 def mean_loss(
-    target: PreTrainedModel, texts: list[Tensor], counted: list[Tensor], batch: int = 8
+    target: PreTrainedModel, texts: list[Tensor], counted: list[Tensor]
 ) -> dict[str, float]:
     """The target's loss on texts [T] at the tokens that are `counted` [T]; see `target_loss`."""
-    model: Any = target
-    device = device_of(target.get_input_embeddings())
     sums = []
-    for first in range(0, len(texts), batch):
-        ids = pad_sequence(texts[first : first + batch], batch_first=True).to(device)
-        masks = pad_sequence(counted[first : first + batch], batch_first=True).to(device)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        wanted, mask = ids[:, 1:].to(logits.device), masks[:, 1:].to(logits.device)
-        losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-        losses = losses.view_as(wanted) * mask
-        sums += torch.stack([losses.sum(1), mask.sum(1)], 1).tolist()
+    for text, chosen in zip(texts, counted, strict=True):
+        nats, tokens = 0.0, 0
+        for logits, wanted in _predictions(target, text, chosen):
+            nats += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            tokens += len(wanted)
+        sums.append([nats, tokens])
     each = np.array(sums)
     mean, se = _mean(each)
     return {"nats": round(mean, 4), "se": round(se, 4), "tokens": int(each[:, 1].sum())}
+
+
+def _predictions(
+    target: PreTrainedModel, text: Tensor, counted: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The target's logits [n, V] for the counted tokens of a text [T], and these tokens [n].
+
+    Some at a time, each by a forward: all logits of a long text may not fit beside the target.
+    """
+    model: Any = target
+    ids = text.to(device_of(target.get_input_embeddings()))
+    before = counted[1:].nonzero().squeeze(1).cpu()  # the layers may be on several devices
+    size = max(_AT_ONCE // target.config.get_text_config(decoder=True).vocab_size, 1)
+    knows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    for part in before.split(size if knows else max(len(before), 1)):
+        how = {"logits_to_keep": part} if knows else {}
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False, **how).logits[0]
+        logits = logits if len(logits) == len(part) else logits[part]
+        yield logits.float(), ids[part + 1].to(logits.device)
 
 
 def _mean(each: np.ndarray) -> tuple[float, float]:
