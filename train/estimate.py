@@ -39,6 +39,7 @@ from .sizes import (
     collected_bytes,
     feature_bytes,
     matrix_shape,
+    packed_tokens,
     parameters_of,
     recurrent_shapes,
     state_bytes,
@@ -170,6 +171,9 @@ class _Arithmetic:
             assumed.prompts * distill.prefix_tokens + assumed.answers * distill.new_tokens
         )
         self.longest = distill.row_tokens
+        self.room = self.longest  # of a row of a batch
+        if recipe.train.packing is not False:
+            self.room = packed_tokens(recipe.train, self.longest)
 
     def estimate(self) -> Estimate:
         parameters = {"target": self.target, "drafter": self.trained}
@@ -192,7 +196,7 @@ class _Arithmetic:
 
     def _memory(self) -> dict[str, float]:
         train, weights = self.recipe.train, self.weight_bytes
-        tokens = train.batch_size * self.longest
+        tokens = train.batch_size * self.room
         state = state_bytes(train)
         state += 4 if self.hardware.gpus > 1 else 0  # what is exchanged of the gradients
         learned = self.trained + self.adapter
@@ -215,7 +219,7 @@ class _Arithmetic:
         frozen = (4 * size + 3 * wide) * 2 * tokens
         # Every matrix keeps its input and output, in the drafter in float32.
         student = getattr(self.drafter.config, "student", None) or {}
-        kept = self._kept(_widths(self.drafter), student) * 4 * self._passes(self.longest) * tokens
+        kept = self._kept(_widths(self.drafter), student) * 4 * self._passes(self.room) * tokens
         if self.adapter:
             sizes = {"num_hidden_layers": text.num_hidden_layers, "hidden_size": size}
             kept += self._kept(sum(map(sum, self.matrices.values())), sizes) * 2 * tokens
@@ -266,6 +270,8 @@ class _Arithmetic:
         frozen, learned = self.flops_per_token()
         each_step = train.gradient_accumulation * train.batch_size * hardware.gpus
         rows = float(train.max_steps * (train.rows_per_step or each_step))
+        if train.packing is not False:
+            rows *= self.room / self.row
         if train.epochs is not None:
             rows = min(rows, train.epochs * distill.examples)
         each = (frozen * slower + learned) / (peak * assumed.training)

@@ -144,6 +144,11 @@ def collected_bytes(drafter: Drafter, tokens: float) -> float:
     return 8.0 * min(tokens, drafter.config.max_tokens)  # each token, and its place in the order
 
 
+def packed_tokens(train: Train, row: int) -> int:
+    """Of what stands in one row of a batch, at most, where rows of so many tokens are packed."""
+    return max(train.packed_length or row, row)
+
+
 def state_bytes(train: Train) -> int:
     """Of a parameter that learns: its float32 weight and gradient, and the optimizer's moments."""
     return 10 if train.optimizer == "adamw_8bit" else 16

@@ -149,6 +149,33 @@ def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
     assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 9)).distill_s == 24 * 128 / 100
 
 
+def test_packed_rows_are_measured_as_they_are_trained(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Packed(Timed):
+        def forward(self, rows: Any, tokens: Any, segments: Any, positions: Any, **_: Any) -> Any:
+            asked.append(tuple(tokens.shape))
+            assert segments[0, [7, 8, 19]].tolist() == [0, 1, 2]
+            assert positions[0, [7, 8, 19]].tolist() == [7, 0, 3]
+            return self.step(0.0)
+
+    how = {"packing": True, "packed_length": 512, "epochs": 3, "max_steps": 1_000_000}
+    made, plain = recipe(home, train=how), recipe(home)
+    measure_steps(Packed(), made, 300, 8, 20)  # type: ignore[arg-type]
+    assert asked == [(4, 20)] * 3
+    # 24 rows in steps of 4 packed ones, which hold two each.
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 1), 2.0).train_s == 3 * 3 * 2.0
+    needs, less = (needs_of(each, plan_run(each)) for each in (made, plain))
+    rest = 16 * needs.drafter + needs.target
+    assert needs.memory - rest == pytest.approx(4 * (less.memory - rest))  # rows have 128 tokens
+    measured = mock.Mock(wraps=measure_steps)
+    monkeypatch.setattr(inspect, "measure_steps", measured)
+    assert not wrong(made)
+    assert measured.call_args.args[-2:] == (128, 512)
+
+
 def test_stages_are_measured_by_their_share(home: Path) -> None:
     class Staged(Timed):
         def forward(self, rows: Any, tokens: Any, supervised: Any, weight: float | None) -> Any:
@@ -180,7 +207,7 @@ def test_given_rows_are_as_long_as_their_texts(
     lengths, true = [], inspect.measure_steps
 
     def noted(*given: Any) -> Any:
-        lengths.append(given[-1])
+        lengths.append(given[3])
         return true(*given)
 
     monkeypatch.setattr(inspect, "measure_steps", noted)

@@ -216,6 +216,14 @@ def test_what_changes_an_estimate() -> None:
     assert again.hours["training"] > plain.hours["training"]
     # Autocast's copies of what learns, but for output layers, of which medusa2 has none.
     assert plain.memory[state] - again.memory[state] == pytest.approx(2 * learned / 1e9)
+    longer = "train.packing=true", "train.packed_length=4096"  # of rows of 1,024 tokens
+    _, packed = by_hand("medusa2", *longer)
+    assert 3.5 < packed.memory["activations"] / plain.memory["activations"] < 4
+    assert packed.hours == plain.hours  # epochs end both
+    bound = "train.epochs=null", "train.max_steps=100"
+    (_, short), (_, full) = (by_hand("medusa2", *bound, *how) for how in ((), longer))
+    ratio = 4096 / (0.4 * 512 + 0.75 * 512)  # a step has more rows
+    assert full.hours["training"] == pytest.approx(ratio * short.hours["training"])
     _, alone = by_hand("medusa2", "hardware.memory_gb=30")
     assert plain.fits and not alone.fits
     with pytest.raises(ValueError, match="trains its own target"):

@@ -31,9 +31,11 @@ from ..data.writers import make_writer
 from ..data.writers.counting import LOOKED_AT, per_document
 from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
+from ..fit.epochs import packs_rows
 from ..fit.joint import training_module
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
+from ..sizes import packed_tokens
 from .alignment import features_fit, labels_fit
 from .early import corpus_bytes
 from .findings import Finding
@@ -212,8 +214,10 @@ def _try_training(
     module = training_module(train, target, drafter)
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
-    step = measure_steps(module, recipe, len(found.tokenizer), length)
-    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each)
+    room = packed_tokens(train, length) if packs_rows(module, train) else None
+    step = measure_steps(module, recipe, len(found.tokenizer), length, room)
+    packed = (room or length) / length
+    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each, packed)
     module.release()
     if drafter.adapter is not None:
         drafter.adapter.detach()

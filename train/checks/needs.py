@@ -21,6 +21,7 @@ from ..sizes import (
     adapter_parameters,
     collected_bytes,
     feature_bytes,
+    packed_tokens,
     parameters_of,
     state_bytes,
     weight_bytes,
@@ -60,34 +61,43 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     scratch = recipe.target.scratch is not None
     target = weight_bytes(plan.target, "float32" if scratch else recipe.target.dtype)
     drafter = parameters_of(plan.drafter)
-    corpus = 1.1 * recipe.corpus.max_bytes
+    disk = 1.1 * recipe.corpus.max_bytes
     if not plan.drafter.learns():
-        return Needs(target, drafter, corpus, target, None)
+        return Needs(target, drafter, disk, target, None)
     distill, train = recipe.distill, recipe.train
     row = distill.row_tokens
     rows = distill.examples * row
     if distill.writer == "given":  # texts make any number of rows; a token has a byte at least
         rows = recipe.corpus.max_bytes
-    corpus += ROW_TOKEN * rows
-    if not plan.drafter.trainable:
-        kept = collected_bytes(plan.drafter, rows)
-        return Needs(target, drafter, corpus + kept, target + kept, distill.max_seconds)
-    config = plan.drafter.config
-    features = row * config.hidden_size * max(len(config.feature_layers), 1)
-    depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
-    # The states of every depth where tokens are supervised, kept for the backward pass.
-    states = depths * min(row, distill.new_tokens) * config.hidden_size
-    learned = drafter + adapter_parameters(plan.target, plan.drafter)
-    memory = target + state_bytes(train) * learned + 4 * train.batch_size * (features + states)
-    disk = corpus + (STORED + ARTIFACT) * learned
-    disk += feature_bytes(recipe, plan.target, plan.drafter, rows)
-    bounds = [distill.max_seconds, train.max_seconds]
+    disk += ROW_TOKEN * rows
+    bounds = [distill.max_seconds]
+    if plan.drafter.trainable:
+        memory, more = _training_needs(recipe, plan, drafter)
+        disk += more + feature_bytes(recipe, plan.target, plan.drafter, rows)
+        bounds.append(train.max_seconds)
+    else:
+        memory = collected_bytes(plan.drafter, rows)
+        disk += memory
     if (made := recipe.target.scratch) is not None:
         disk += target
         longer = 2 if made.min_tokens is not None and made.max_seconds is not None else 1
         bounds += [made.max_seconds] * longer  # see `Scratch.min_tokens`
     seconds = sum(b for b in bounds if b is not None) if None not in bounds else None
-    return Needs(target, drafter, disk, memory, seconds)
+    return Needs(target, drafter, disk, target + memory, seconds)
+
+
+def _training_needs(recipe: Recipe, plan: Plan, drafter: int) -> tuple[float, float]:
+    """Bytes of memory beside the target, and of disk for weights, that training takes."""
+    distill, train, config = recipe.distill, recipe.train, plan.drafter.config
+    row = distill.row_tokens
+    packed = packed_tokens(train, row) / row if train.packing else 1.0  # rows in one of a batch
+    features = row * config.hidden_size * max(len(config.feature_layers), 1)
+    depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
+    # The states of every depth where tokens are supervised, kept for the backward pass.
+    states = depths * min(row, distill.new_tokens) * config.hidden_size
+    learned = drafter + adapter_parameters(plan.target, plan.drafter)
+    memory = state_bytes(train) * learned + 4 * train.batch_size * packed * (features + states)
+    return memory, (STORED + ARTIFACT) * learned
 
 
 def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:

@@ -33,7 +33,7 @@ class Pace:
 
 
 def measure_steps(
-    module: TargetWithDrafter, recipe: Recipe, vocab_size: int, length: int
+    module: TargetWithDrafter, recipe: Recipe, vocab_size: int, length: int, room: int | None = None
 ) -> tuple[float, int]:
     """Seconds of a training step, and the memory then in use: of three steps, the fastest.
 
@@ -42,12 +42,17 @@ def measure_steps(
 
     Args:
         length: tokens of each row.
+        room: tokens of a row of the batch, in which several are packed; `length` when None.
     """
     spec, rows = recipe.train, recipe.train.batch_size
     batches = spec.accumulation(1)
     device = module.target.device
-    tokens = torch.randint(vocab_size, (rows, length), device=device)
+    tokens = torch.randint(vocab_size, (rows, room or length), device=device)
     supervised = torch.ones_like(tokens, dtype=torch.bool)
+    batch = {"tokens": tokens, "supervised": supervised}
+    if room is not None:
+        every = torch.arange(room, device=device).expand_as(tokens)
+        batch |= {"segments": (every // length).int(), "positions": every % length}
     learning = [p for part in module.trained() for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, 1e-5)
     module.train()
@@ -57,7 +62,7 @@ def measure_steps(
         for _ in range(3):
             _wait(device)
             started = time.perf_counter()
-            module(None, tokens, supervised, **options)["loss"].backward()
+            module(None, **batch, **options)["loss"].backward()
             _wait(device)
             computed = time.perf_counter()
             optimizer.step()
@@ -86,6 +91,7 @@ def pace_of(
     step: tuple[float, int],
     documents: int,
     each: tuple[float, float],
+    packed: float = 1.0,
 ) -> Pace:
     """What was measured, and the whole run's times; bounds in seconds of the recipe are kept.
 
@@ -94,13 +100,15 @@ def pace_of(
         step: see `measure_steps`.
         documents: of the training set; see `examples_of`.
         each: rows and answers of a document, see `per_document`.
+        packed: how many rows stand in one of a batch, where they are packed.
     """
     speed = wrote[0] / wrote[1]
     spec, train = recipe.distill, recipe.train
     units, (rows, answers) = examples_of(spec, documents), each
     steps = train.max_steps
     if train.epochs is not None:
-        steps_an_epoch = math.ceil(units * rows / (train.batch_size * train.accumulation(1)))
+        step_rows = train.batch_size * train.accumulation(1) * packed
+        steps_an_epoch = math.ceil(units * rows / step_rows)
         steps = min(steps, math.ceil(train.epochs * steps_an_epoch))
     own = spec.writer == "own"  # what a server takes is not known
     total = units * min(answers * spec.new_tokens, rows * spec.row_tokens) if own else 0

@@ -35,23 +35,28 @@ def make_batches(
     module: TargetWithDrafter, args: TrainingArguments, rows: Rows, spec: Train
 ) -> Batches:
     """This process's batches. Raises OptionError where rows are to be packed, but cannot be."""
-    check_packing(spec.packing, module.target)
-    packs = None
-    if spec.packing is not False:
-        obstacle = packing_obstacle(module)
-        if obstacle is None:
-            packs = Packs(rows.lengths, spec.packed_length)
-        elif spec.packing:
-            raise OptionError(
-                f"train.packing is true, but {obstacle}; set it to false, or try another "
-                "target.attn_implementation."
-            )
-        else:
-            logger.warning("rows are not packed: %s", obstacle)
+    packs = Packs(rows.lengths, spec.packed_length) if packs_rows(module, spec) else None
     return Batches(
         rows.lengths, args.train_batch_size, args.gradient_accumulation_steps, args.seed,
         *data_share(module.target, args), spec.group_by_length, packs,
     )  # fmt: skip
+
+
+def packs_rows(module: TargetWithDrafter, spec: Train) -> bool:
+    """Whether rows are packed. Raises OptionError where they are to be, but cannot be."""
+    check_packing(spec.packing, module.target)
+    if spec.packing is False:
+        return False
+    obstacle = packing_obstacle(module)
+    if obstacle is None:
+        return True
+    if spec.packing:
+        raise OptionError(
+            f"train.packing is true, but {obstacle}; set it to false, or try another "
+            "target.attn_implementation."
+        )
+    logger.warning("rows are not packed: %s", obstacle)
+    return False
 
 
 def steps_of(epochs: float, steps: int, most: int) -> int:
