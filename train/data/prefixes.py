@@ -163,9 +163,9 @@ def leave_out(
     """
     if renderer.chat.refused == "skip" and not isinstance(error, EndlessTemplateError):
         return
-    raise DistillError(
-        f"{document.id}: {error}; {remedy}, set chat.refused=skip, or set distill.chat=plain."
-    ) from None
+    how = "set chat.refused=skip, or set distill.chat=plain"
+    how = "or set chat.refused=skip" if renderer.plain else how
+    raise DistillError(f"{document.id}: {error}; {remedy}, {how}.") from None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from .documents import (
     plain_chat,
 )
 from .tokenising import Encoder, Text
+from .tool_calls import renamed
 
 Tools = list[Any] | None
 """What a template is told of tools: JSON schemas."""
@@ -289,6 +290,9 @@ class ChatRenderer:
             return []
         prompts = self._texts([messages[:at] for at in places], True, tools)
         wholes = self._texts([messages[: at + 1] for at in places], False, tools)
+        for at, text in zip(places, wholes, strict=True):
+            if self.chat.supervise == "all" or at == places[-1]:
+                self._check_calls(messages[: at + 1], text, tools)
         turns = [
             self._turn(messages[: at + 1], prompt, text, tools, open_end and at == places[-1])
             for at, prompt, text in zip(places, prompts, wholes, strict=True)
@@ -297,6 +301,15 @@ class ChatRenderer:
             end = str(self.tokenizer.eos_token or "")
             turns[-1] = replace(turns[-1], whole=turns[-1].whole + end)
         return turns
+
+    def _check_calls(self, messages: Sequence[Message], text: str, tools: Tools) -> None:
+        """Raise ChatTemplateError where the last answer's calls of tools are not in the text."""
+        if calls := messages[-1].get("tool_calls"):
+            others = [*messages[:-1], messages[-1] | {"tool_calls": renamed(calls)}]
+            if others != messages and self._texts([others], tools=tools) == [text]:
+                raise ChatTemplateError(
+                    "the tokenizer's chat template leaves calls of tools out, as plain chats do"
+                )
 
     def _turn(
         self, messages: Sequence[Message], prompt: str, text: str, tools: Tools, open_end: bool

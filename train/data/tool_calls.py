@@ -24,6 +24,23 @@ def with_objects(calls: Any) -> Any:
     return [_with_object(call) for call in calls] if isinstance(calls, list) else calls
 
 
+def renamed(calls: Any) -> Any:
+    """Calls of tools by other names, by which a template shows whether it writes them.
+
+    >>> renamed([{"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}])
+    [{'id': '1', 'function': {'name': 'add_', 'arguments': {'a': 1}}}]
+    """
+    return [_renamed(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _renamed(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _renamed(call["function"])}
+    return call | {"name": f"{call['name']}_"} if "name" in call else call
+
+
 def _with_object(call: Any) -> Any:
     if not isinstance(call, dict):
         return call

@@ -229,8 +229,25 @@ def test_templates_without_a_default_are_refused() -> None:
 
 def test_a_call_behind_an_answer_is_never_dropped() -> None:
     """The reasoner's template writes the answer otherwise than its prompt ends: no call is lost."""
-    renderer = ChatRenderer(chat_tokenizer(chats.REASONER))
+    template = chats.REASONER.replace("</s>", "{{ m.tool_calls }}</s>")
+    renderer = ChatRenderer(chat_tokenizer(template))
     thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n"}
     assert renderer.rows([ASK, thought])
     with pytest.raises(ChatTemplateError, match="begins the answer otherwise"):
         renderer.rows([ASK, call({"at": 5}) | thought])
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.ZEPHYR, None])
+@pytest.mark.parametrize("said", ["", "Let me search."])
+def test_calls_that_a_template_does_not_write_are_refused(template: str | None, said: str) -> None:
+    """What is left would teach an answer that ends where its calls begin."""
+    asked = [ASK, call({"at": 5}) | {"content": said}]
+    chat, calls = [*asked, {"role": "tool", "content": "tea"}, HELLO], "leaves calls of tools out"
+    renderer = ChatRenderer(chat_tokenizer(template))
+    with pytest.raises(ChatTemplateError, match=calls):
+        renderer.rows(chat)
+    last = ChatRenderer(chat_tokenizer(template), Chat(supervise="last"))
+    assert last.rows(chat)  # whose answer calls nothing
+    with pytest.raises(ChatTemplateError, match=calls):
+        last.rows(asked)
+    assert ChatRenderer(chat_tokenizer(chats.TOOLS)).rows(chat)
