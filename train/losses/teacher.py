@@ -17,7 +17,9 @@ class Teacher:
 
     Args:
         vocabulary: [Vd] the draft vocabulary, to which the distribution is renormalised; None for
-            the target's. Its rows of the output layer are copied once, so no others are computed.
+            the target's. Its rows of the output layer are copied once, so no others are computed;
+            but not the first ones, which is what a draft model with fewer tokens than the target
+            knows.
 
     Raises:
         OptionError: the target changes its output layer's logits in an unknown way.
@@ -27,6 +29,11 @@ class Teacher:
         self.output = OutputLayer(target, vocabulary)
         _ = self.output.finish  # found now, before an adapter changes the target
         self._rows: tuple[Tensor, Tensor | None] | None = None
+        self._first: int | None = None  # how many of the target's tokens, where it is the first
+        if vocabulary is not None:
+            count = len(vocabulary)
+            first = torch.equal(vocabulary, torch.arange(count, device=vocabulary.device))
+            self._first = count if first else None
 
     @torch.no_grad()
     def __call__(self, features: Tensor) -> Tensor:
@@ -52,8 +59,9 @@ class Teacher:
         layer, vocabulary = self.output.layer, self.output.vocabulary
         if type(layer) is not nn.Linear or offloaded(layer):
             return None
-        if vocabulary is None:
-            return layer.weight, layer.bias
+        if vocabulary is None or self._first is not None:
+            bias = None if layer.bias is None else layer.bias[: self._first]
+            return layer.weight[: self._first], bias
         if self._rows is None:
             bias = None if layer.bias is None else weight_of(layer, "bias")[vocabulary]
             self._rows = weight_of(layer)[vocabulary].detach(), bias

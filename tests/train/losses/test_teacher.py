@@ -29,13 +29,20 @@ def test_logits_that_nobody_can_follow_are_refused() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_of_a_draft_vocabulary_only_its_rows_are_computed(bias: bool) -> None:
-    model, vocabulary = embedding_target(kind="capped", final_logit_softcapping=2.0), [0, 3, 4, 9]
+@pytest.mark.parametrize("vocabulary", [[0, 3, 4, 9], [0, 1, 2, 3]])
+def test_of_a_draft_vocabulary_only_its_rows_are_computed(
+    vocabulary: list[int], bias: bool
+) -> None:
+    model = embedding_target(kind="capped", final_logit_softcapping=2.0)
     model.layer.bias = torch.nn.Parameter(torch.randn(11)) if bias else None
     teacher, features = Teacher(model, torch.tensor(vocabulary)), torch.randn(7, 6)
     expected = model.last(model.layer(features))[:, vocabulary].log_softmax(-1)
     model.layer.forward = None  # what calls it fails
     torch.testing.assert_close(teacher(features), expected)
+    kept, _ = teacher._own_rows() or (None, None)
+    assert kept is not None
+    copied = kept.data_ptr() != model.layer.weight.data_ptr()
+    assert copied is (vocabulary[-1] == 9), "the first rows take no memory of their own"
 
 
 def test_a_layer_that_is_not_plain_is_called() -> None:
