@@ -349,8 +349,11 @@ class ChatRenderer:
             return None
         how = self._how(turn.tools, return_dict=True, return_assistant_tokens_mask=True)
         found, ids = apply_template(self.tokenizer, turn.messages, **how), tokens.tolist()
-        same = found["input_ids"][: len(ids)] == ids
-        return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
+        marked = [bool(on) for on in found["assistant_masks"][: len(ids)]]
+        chars = found.token_to_chars
+        for at in range(1, len(marked)):  # of a last character's tokens the first one is marked
+            marked[at] = marked[at] or (marked[at - 1] and chars(at) == chars(at - 1))
+        return marked if found["input_ids"][: len(ids)] == ids else None
 
     def _tail(self, tools: Tools) -> tuple[str, str]:
         """What follows an answer at the end of a chat, and how much of it the model writes.

@@ -227,6 +227,13 @@ def test_templates_without_a_default_are_refused() -> None:
         ChatRenderer(chat_tokenizer({"tool_use": chats.TOOLS, "rag": chats.CHATML}))
 
 
+def test_all_of_a_marked_answers_last_character_is_supervised() -> None:
+    """Its bytes are several tokens, of which transformers marks the first."""
+    renderer = ChatRenderer(chat_tokenizer(chats.MARKED))
+    (row,) = renderer.rows([ASK, {"role": "assistant", "content": "Té"}])
+    assert shown(renderer.tokenizer, row).endswith("assistant\n⟦Té<|im_end|>⟧")
+
+
 def test_a_call_behind_an_answer_is_never_dropped() -> None:
     """The reasoner's template writes the answer otherwise than its prompt ends: no call is lost."""
     template = chats.REASONER.replace("</s>", "{{ m.tool_calls }}</s>")
