@@ -200,6 +200,8 @@ def _decode(keys: dict[str, Any], source: DrafterSource, traffic: Traffic) -> di
 
 def _train(keys: dict[str, Any], traffic: Traffic, start: str | None) -> dict[str, Any]:
     found = copy.deepcopy(keys.get("train", {})) | {"from": start, "extend": False}
+    if found.get("packed_length"):  # no row may be longer
+        found["packed_length"] = max(found["packed_length"], keys["distill"]["max_length"])
     spec = parse_recipe({**keys, "train": found}).train
     step = spec.rows_per_step or spec.batch_size * spec.gradient_accumulation
     steps = traffic.requests * _EPOCHS // step

@@ -61,6 +61,16 @@ def test_any_family_goes_on_from_its_own_weights(name: str, tmp_path: Path, traf
     assert recipe.decode.prompts == 8 and recipe.decode.validation_prompts == 4
 
 
+def test_packed_rows_have_room_for_the_longest_request(tmp_path: Path, traffic: Path) -> None:
+    keys = keys_of(load_recipe("quickstart").to_dict())
+    keys["drafter"] = {"family": "medusa", **FAMILIES["medusa"].small}
+    keys["distill"] |= {"prefix_tokens": 8, "new_tokens": 8}
+    keys["train"] |= {"packing": True, "packed_length": 16}
+    source = DrafterSource(saved(tmp_path, "medusa", recipe_of(keys).to_dict()))
+    recipe = compose(source, read_traffic(str(traffic)), Earlier(), out=tmp_path / "out")
+    assert recipe.train.packed_length == recipe.distill.max_length == 21
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_drafter_without_a_recipe_has_its_family_s(
     name: str, tmp_path: Path, traffic: Path
