@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from headstart.heads.core.files import write_atomically
+from headstart.heads.core.files import append_line, flush_to_disk, write_atomically
 
 from ..fit.clock import Clock
 from ..processes.agreement import sum_over_processes
@@ -86,7 +86,7 @@ class Metrics(TrainerCallback):
         self.processes, self.flops = processes, flops
         gpu = torch.cuda.is_available()
         self.peak = peak_of(torch.cuda.get_device_name()) if gpu else None
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # that the file has when training begins
         self.tokens, self.active = 0, 0.0  # since the last line of training
         # Then [K] and [2, K], on the device.
         self.steps, self.by_depth, self.hits = 0, torch.zeros(()), torch.zeros(()).long()
@@ -110,6 +110,7 @@ class Metrics(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.mark = time.perf_counter()
         self.lines = read_lines(self.path, state.global_step) if state.global_step else []
+        self._save(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
@@ -170,12 +171,14 @@ class Metrics(TrainerCallback):
         self.mark = time.perf_counter()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:  # a run goes on from here, with the lines so far
+            flush_to_disk(self.path)
         self.mark = time.perf_counter()
 
     def _write(self, state: Any, found: dict[str, Any]) -> None:
         line = _line(state.global_step, self.clock.seconds, found)
-        self.lines.append(json.dumps(line, allow_nan=False) + "\n")
-        self._save(state)
+        if state.is_world_process_zero:  # at its end: a long training has tens of thousands
+            append_line(self.path, json.dumps(line, allow_nan=False))
 
     def _save(self, state: Any) -> None:
         if state.is_world_process_zero:
@@ -207,11 +210,12 @@ def real_tokens(batch: Mapping[str, Any], lengths: np.ndarray) -> int:
 
 
 def read_lines(path: Path, step: int) -> list[str]:
-    """The lines of a file up to a step; none where there is no file."""
+    """The whole lines of a file up to a step; none where there is no file."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if json.loads(line)["step"] <= step]
+    whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+    return [line for line in whole if json.loads(line)["step"] <= step]
 
 
 def memory() -> int:

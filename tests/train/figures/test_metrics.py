@@ -46,6 +46,8 @@ def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) ->
         trainer().fit()
     path = tmp_path / "metrics.jsonl"
     assert [line["step"] for line in lines(path)] == [3, 4, 6, 8, 9, 12]
+    with path.open("a") as file:
+        file.write('{"step": 1')  # as a kill leaves it
     found = trainer()
     report = found.fit()  # goes on from step 8
     assert report["acceptance_by_depth"] == [0.5, None]  # as it was measured, not one by one
@@ -67,6 +69,18 @@ def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) ->
     assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(written))
     best = [entry for entry in found.state.log_history if "eval_tau" in entry]
     assert best[-1]["eval_acceptance_by_depth"] == [0.5, None] and best[-1]["step"] == 12
+
+
+def test_a_line_is_added_to_those_before(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    metrics, state = Metrics(path, Clock(10, None, 0.0), np.array([100])), SimpleNamespace()
+    state.global_step, state.is_world_process_zero = 0, True
+    metrics.on_train_begin(None, state, None)
+    place = path.stat().st_ino
+    for state.global_step in (1, 2):
+        metrics.on_log(None, state, None, logs={"loss": 1.0})
+    assert [line["step"] for line in lines(path)] == [1, 2]
+    assert path.stat().st_ino == place, "written anew, it would take the square of their number"
 
 
 class Tracker(TrainerCallback):
