@@ -33,6 +33,7 @@ from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
 from ..fit.epochs import packs_rows
 from ..fit.joint import training_module
+from ..processes.memory import TRAINING, enough_memory
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
 from ..sizes import packed_tokens
@@ -215,7 +216,8 @@ def _try_training(
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
     room = packed_tokens(train, length) if packs_rows(module, train) else None
-    step = measure_steps(module, recipe, len(found.tokenizer), length, room)
+    with enough_memory(TRAINING):
+        step = measure_steps(module, recipe, len(found.tokenizer), length, room)
     packed = (room or length) / length
     found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each, packed)
     module.release()

@@ -21,6 +21,7 @@ from headstart.heads.core import counted
 from headstart.heads.core.files import write_atomically
 from headstart.infer.measure.progress import progress_bar
 
+from ..processes.memory import WRITING, enough_memory
 from ..recipe import Chat, Distill
 from .documents import Document
 from .prefixes import chat_renderer
@@ -112,7 +113,8 @@ def distill(
         left = {"skipped": writer.skipped, _NOT_TAKEN: not_taken(spec, there)}
         info |= {name: count for name, count in left.items() if count}
         rows = _counted(writer, units, tick, info)
-        write_shard(shard_path(folder, shard, spec.shards), rows, info)
+        with enough_memory(WRITING):
+            write_shard(shard_path(folder, shard, spec.shards), rows, info)
         writer.done(units)
         timed.append(time.perf_counter() - begun)
         if spec.max_seconds:

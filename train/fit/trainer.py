@@ -45,6 +45,7 @@ from ..processes.engine import (
     size_buckets,
     weights_are_sharded,
 )
+from ..processes.memory import TRAINING, enough_memory
 from ..processes.stopping import Interrupted, StopSignals
 from ..recipe import Train
 from .checkpoints import (
@@ -148,7 +149,8 @@ class DrafterTrainer(Trainer):
         Raises:
             Interrupted: a signal has stopped it, and a checkpoint holds all that was done.
             NonFiniteLoss: earlier checkpoints are kept.
-            OptionError: the last checkpoint is of a run that was spread otherwise.
+            OptionError: the last checkpoint is of a run that was spread otherwise; or see
+                `enough_memory`.
         """
         if is_process_0():  # what was not written whole
             keep_only(self.folder, whole_checkpoints(self.folder))
@@ -168,7 +170,7 @@ class DrafterTrainer(Trainer):
         self.clock.prepared = from_process_0(self.clock.elapsed()) if prepared is None else prepared
         if is_process_0() and (left := self.clock.little_left()):
             logger.warning(left)
-        with self.signals:
+        with self.signals, enough_memory(TRAINING, self._kept):
             self.train(resume_from_checkpoint=str(resume) if resume else None)
         self.module.release()
         if self.stopped:

@@ -1,6 +1,7 @@
 """The trainer: labels that fit the decode loop, drafter-only checkpoints, resume, time, choice."""
 
 import copy
+import itertools
 import json
 import os
 import signal
@@ -176,6 +177,27 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     )
     assert report["steps"] == resumed["steps"] == 12 and resumed["tau"] == report["tau"]
     check_same_checkpoints(tmp_path, "model.safetensors", "optimizer.pt")
+
+
+def test_what_to_do_without_memory_is_said(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    forward, steps = run.module.forward, itertools.count(1)
+
+    def last(*given: Any, **how: Any) -> Any:
+        if next(steps) > 6:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. Including non-PyTorch memory, …"
+            )
+        return forward(*given, **how)
+
+    run.module.forward = last  # type: ignore[method-assign]
+    with pytest.raises(OptionError) as said:
+        run.fit()
+    assert str(said.value) == (
+        "no memory is left (CUDA out of memory. Tried to allocate 2.00 GiB); lower "
+        "train.batch_size (train.rows_per_step keeps the rows of a step), or set "
+        f"train.activation_checkpointing=true. {tmp_path / 'checkpoint-4'} is kept."
+    )
 
 
 def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
