@@ -108,7 +108,8 @@ class Speculator(DecodingMethod):
             one for each kind of request, by batch size and temperature, see `TreesByRequest`.
         rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
             `typical` keep the target's distribution. Without sampling every rule is `greedy`.
-        expansion: how children are chosen when sampling, see `Children`; None: the rule's own.
+        expansion: how children are chosen when sampling, see `Children`; None: the rule's own,
+            or `topk` where that would be biased by the tree.
         tokenizer: only needed for `stop_strings`.
         graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
@@ -153,6 +154,8 @@ class Speculator(DecodingMethod):
         self.trees = TreesByRequest({kind: self._policy(each) for kind, each in trees.items()})
         record = find_rule(rule)
         self.expansion: Expansion = record.check_expansion(expansion)
+        if expansion is None and any(each.bias(self.expansion) for each in self.trees.values()):
+            self.expansion = "topk"  # which no tree biases, and every rule that draws takes
         for each in self.trees.values():
             record.check_tree(each)
             each.check(self.drafter, self.expansion)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ RULE = (
 )
 EXPANSION = (
     "how the children of a node are chosen: topk, coupled, with_replacement or "
-    "without_replacement, as far as the rule allows it (default: the best one for the rule)"
+    "without_replacement, as far as rule and tree allow it (default: the best one for both)"
 )
 _MEMORY = (
     "for a target that does not fit: how much of its weights each device keeps; the rest is "

@@ -112,6 +112,7 @@ def way_report(
         "tree": str(tree),
         "tree_label": tree.label,
         "rule": rule.name,
+        "expansion": speculator.expansion if rule.samples else rule.children,
         "exact": rule.exact,
         "temperature": cell.temperature,
         "batch_size": cell.batch_size,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads import Drafter, TokenTree
+from headstart.heads import Drafter, OptionError, TokenTree
 from headstart.heads.group import members
 
 from .children import Children
@@ -53,6 +53,12 @@ class Policy(ABC):
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         """Refuse a tree that the drafter cannot fill, or that would bias children so chosen."""
         check_grown_by(self, [member.max_depth for member in members(drafter)])
+        if reason := self.bias(expansion):
+            raise OptionError(reason)
+
+    def bias(self, expansion: Expansion) -> str:
+        """Why the tree would bias children so chosen, and what to do; empty where it does not."""
+        return ""
 
     @abstractmethod
     def grow(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
+from headstart.heads import Drafter, Step, TokenTree, Topology
 from headstart.heads.core import best_log_probabilities
 
 from .candidates import NEVER, SearchLevel, beam_ends, grow_level, select_nodes
@@ -28,13 +28,13 @@ class SearchedTree(Policy):
 
     width: int  # children that a node may have
 
-    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        super().check(drafter, expansion)
-        if expansion in SAMPLED:
-            raise OptionError(
-                f"tree {self} keeps the children that score best, which biases children drawn "
-                f"{expansion}; use 'topk' or 'coupled' children, or a static tree."
-            )
+    def bias(self, expansion: Expansion) -> str:
+        if expansion not in SAMPLED:
+            return ""
+        return (
+            f"tree {self} keeps the children that score best, which biases children drawn "
+            f"{expansion}; use 'topk' or 'coupled' children, or a static tree."
+        )
 
     @abstractmethod
     def extended(self, drafter: Drafter) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
+from headstart.heads import Drafter, Step, TokenTree, Topology
 
 from .children import Children, rows_of
 from .expansions import Expansion
@@ -45,20 +45,19 @@ class StaticTree(RankPaths, Policy):
         self.shape, self._levels = cache(self._shape), cache(self._make_levels)
         self._one_level = cache(self._make_one_level)
 
-    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """See `Policy`; refuses gaps in the ranks of distinct draws.
+    def bias(self, expansion: Expansion) -> str:
+        """See `Policy`: gaps in the ranks of distinct draws.
 
         A draw that is left out would still have changed what the next one was drawn from.
         """
-        super().check(drafter, expansion)
         last = Counter(self.parents[1:])
         gaps = [n for n in range(1, self.nodes) if self.ranks[n] >= last[self.parents[n]]]
-        if expansion == "without_replacement" and gaps:
-            raise OptionError(
-                f"tree {self.label} has {list(self.paths[gaps[0] - 1])} without all siblings "
-                f"before it, which biases children drawn {expansion}; add them, or use 'topk' "
-                "children."
-            )
+        if expansion != "without_replacement" or not gaps:
+            return ""
+        return (
+            f"tree {self.label} has {list(self.paths[gaps[0] - 1])} without all siblings before "
+            f"it, which biases children drawn {expansion}; add them, or use 'topk' children."
+        )
 
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children

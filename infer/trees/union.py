@@ -71,6 +71,9 @@ class Union(UnionShape, Policy):
         for part, member in zip(self.parts, members(drafter), strict=True):
             part.check(member, expansion)
 
+    def bias(self, expansion: Expansion) -> str:
+        return next(filter(None, (part.bias(expansion) for part in self.parts)), "")
+
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:

@@ -297,6 +297,27 @@ def test_the_defaults() -> None:
     assert Speculator(tiny("llama"), medusa(3), tree=tree).tree is tree
 
 
+@pytest.mark.parametrize(
+    ("tree", "children"),
+    [
+        ("cartesian:2,2", "without_replacement"),
+        ("[[0],[1],[1,1]]", "topk"),
+        ("best-first:6,3,3", "topk"),
+    ],
+)
+def test_children_are_drawn_by_default_where_the_tree_allows_it(tree: str, children: str) -> None:
+    ids, _ = prompts([9])
+    for rule in ("rejection", "traversal"):
+        ours = Speculator(tiny("llama"), medusa(), tree=tree, rule=rule)
+        assert ours.expansion == children
+        ours.generate(ids, max_new_tokens=6, do_sample=True, seed=0)
+    if children == "topk":
+        with pytest.raises(OptionError, match="biases children drawn without_replacement"):
+            Speculator(
+                tiny("llama"), medusa(), tree=tree, rule=rule, expansion="without_replacement"
+            )
+
+
 def test_greedy_ignores_the_noise_of_a_sampling_rule() -> None:
     ids, _ = prompts([6])
     for rule in ("match", "coupled", "greedy"):

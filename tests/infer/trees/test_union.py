@@ -17,6 +17,7 @@ from tests.support.scripted import Cached, make, rows_of
 from tests.support.tiny import one_line, prompts, tiny
 
 LENGTHS, NEW = [9, 4, 7], 24
+DRAWN = {"expansion": "without_replacement"}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8, "seed": [5, 6, 7]}
 
 
@@ -132,8 +133,8 @@ def test_each_has_its_own_tree_where_none_is_given() -> None:
         (2, {"tree": "chain:2+plain"}, "is no union"),
         (2, {"tree": "chain:2+chain:3"}, "chain:3 is 3 deep"),
         (2, {"tree": "chain:2+chains:2"}, "'chains:2'; expected"),
-        (2, {"tree": "chain:2+best-first:4,2,2", "rule": "rejection"}, "biases"),
-        (2, {"tree": "chain:2+[[1]]", "rule": "traversal"}, "biases"),
+        (2, {"tree": "chain:2+best-first:4,2,2", "rule": "rejection", **DRAWN}, "biases"),
+        (2, {"tree": "chain:2+[[1]]", "rule": "traversal", **DRAWN}, "biases"),
         (2, {"tree": "chain:2+chain:2", "rule": "block"}, "takes a chain"),
     ],
 )
