@@ -118,8 +118,8 @@ def print_recipes(found: dict[str, Any], out: TextIO) -> None:
 
 
 def _print_several(estimates: dict[str, Any], out: TextIO) -> None:
-    table = column_table(("estimate for",), ("drafter", "memory", "disk", "text", "training"))
-    table.columns[0].no_wrap = True
+    figures = ("drafter", "memory", "disk", "text", "training")
+    table = column_table(("estimate for",), figures, gap=1)
     for name, of in estimates.items():
         hours = of["hours"]
         table.add_row(

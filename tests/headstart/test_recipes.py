@@ -32,6 +32,21 @@ def test_all_are_listed_with_their_estimates(
     assert " GB " in rows["medusa+qwen3-8b+1x80gb"] and "h" in rows["medusa+qwen3-8b+1x24gb"]
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_figures_are_whole_on_narrow_terminals(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = said(capsys, "draft-model", "1x80gb").splitlines()
+    (header,) = (line for line in lines if line.startswith("estimate for"))
+    assert header.split()[2:] == ["drafter", "memory", "disk", "text", "training"]
+    rows = [line for line in lines if line.startswith("draft-model+")]
+    assert len(rows) == 4 and all(row.count(" GB ") == 2 for row in rows)
+    assert "…" not in "".join(lines) and max(map(len, lines)) <= width
+    if width == 80:
+        assert rows[0].split()[0] in shipped_combinations()
+
+
 def test_without_parts_the_names_are_listed_and_no_torch_is_imported() -> None:
     code = (
         "import sys; from headstart.cli import main; status = main(['recipes']); "
