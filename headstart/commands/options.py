@@ -16,7 +16,10 @@ RECIPE = (
 )
 TARGET = "the model to make faster: a folder or a Hub name (default: the drafter's own target)"
 TRUST = "run Python code that comes with the target; code of a drafter is never run"
-PROMPTS = "text with one prompt per line, or JSONL with prompt, messages, turns or text"
+PROMPTS = (
+    "text with one prompt per line, or rows with prompt, messages, turns or text, as JSONL, JSON, "
+    "CSV or Parquet"
+)
 PLAIN_PLAN = "the drafter's plan is plain decoding (--tree drafts all the same)"
 PICKLE = "also read drafters saved as a pickle; only tensors are read from it"
 
