@@ -1,6 +1,7 @@
 """What is kept of a request's rounds: a report each, what they add up to, and their scores."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import reduce
 from typing import Self
@@ -72,7 +73,7 @@ class Stats:
     Attributes:
         tau: tokens per round; NaN before the first.
         tokens: emitted in rounds; rounds: active row-rounds.
-        acceptance_by_depth: D shares from 0 to 1.
+        acceptance_by_depth: D shares from 0 to 1; NaN where no parent was accepted.
         prefill_seconds: seconds until the first token was there.
         decode_seconds: seconds from the first token to the last, a streamer's time included.
         drafted: who wrote each new token [B, new], once the call has ended.
@@ -89,10 +90,16 @@ class Stats:
 
         >>> Stats()
         Stats(no rounds)
+        >>> stats = Stats(depth=2)
+        >>> stats.add(Emitted(np.array([1]), np.array([1]), np.array([[7, 0, 0]])))
+        >>> print(str(stats).partition(" prefill")[0])
+        Stats(tau=1.00, tokens=1, rounds=1, acceptance_by_depth=[0%, –],
         """
         if not self.rounds:
             return "Stats(no rounds)"
-        shares = ", ".join(f"{share:.0%}" for share in self.acceptance_by_depth)
+        shares = ", ".join(
+            "–" if math.isnan(share) else f"{share:.0%}" for share in self.acceptance_by_depth
+        )
         return (
             f"Stats(tau={self.tau:.2f}, tokens={self.tokens}, rounds={self.rounds}, "
             f"acceptance_by_depth=[{shares}], prefill_seconds={self.prefill_seconds:.3g}, "
