@@ -5,6 +5,7 @@ headstart trim ORG/NAME runs/trimmed --target ORG/MODEL --text prompts.jsonl --t
 """
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the folder, and what share of a text the tokens cover that did not choose them."""
+    """Print the folder, and how much of a text is covered by tokens that the rest of it chooses."""
     check_name(options.drafter)
     from headstart.heads.artifacts.files import check_is_free
 
@@ -66,11 +67,13 @@ def run(options: argparse.Namespace) -> int:
         folder = save_trimmed(drafter, source, tokenizer, ids, options.folder)
     print(folder)
     covered = counts.coverage(size)
-    share = "" if covered is None else (
-        f", which are {covered:.2%} of the tokens in a tenth of the text that did not choose them"
-    )  # fmt: skip
-    print(f"It proposes {size:,} of {whole:,} tokens{share}.")
-    print(f"What that costs in acceptance, and whether it pays: headstart plan --drafter {folder}")
+    print(f"It proposes {size:,} of {whole:,} tokens.")
+    if covered is not None:
+        print(f"As many, chosen by nine tenths of the text, cover {covered:.2%} of the rest.")
+    print(
+        "What that costs in acceptance, and whether it pays: headstart plan "
+        f"--drafter {shlex.quote(str(folder))} --prompts FILE"
+    )
     return 0
 
 

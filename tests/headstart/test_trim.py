@@ -31,8 +31,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_written_and_decodes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trim", "whole", "few", "--text", "text.jsonl", "--tokens", "16"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "few" and out[1].startswith("It proposes 16 of ") and "100.00%" in out[1]
-    assert out[2].endswith("headstart plan --drafter few")
+    assert out[0] == "few" and out[1].startswith("It proposes 16 of ") and "100.00%" in out[2]
+    assert out[3].endswith("headstart plan --drafter few --prompts FILE")
     speculator: Any = headstart.load("target", "few")
     known = speculator.drafter.draft_vocabulary.tolist()
     assert set(known) == {7, 200, *speculator.tokenizer("abc 0123456789").input_ids}
