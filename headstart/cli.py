@@ -158,9 +158,11 @@ def _refuse_unknown(rest: Sequence[str], parser: argparse.ArgumentParser) -> Non
     flags = [flag for action in actions for flag in action.option_strings]
     named = [word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
     see = f"see {parser.prog} --help"
+    overridable = any(action.dest == "overrides" for action in actions)
     if named:
-        raise UsageError(f"no option {named[0]}{_nearest_option(named[0], flags)}; {see}")
-    if any(action.dest == "overrides" for action in actions):
+        hint = _setting_for(named[0]) if overridable and "--target" not in flags else ""
+        raise UsageError(f"no option {named[0]}{hint or _nearest_option(named[0], flags)}; {see}")
+    if overridable:
         if wrong := [word for word in rest if "=" not in word]:
             raise UsageError(
                 f"unknown argument {wrong[0]!r}; a setting of the recipe has the form a.b=value"
@@ -179,7 +181,24 @@ def _nearest_option(name: str, flags: Sequence[str]) -> str:
     if re.fullmatch("-[a-zA-Z]", name):  # there are no short options but -h
         begin_so = [repr(flag) for flag in flags if flag.startswith(f"-{name}")]
         return f" (did you mean {' or '.join(begin_so)}?)" if begin_so else ""
-    return _nearest(name, flags)
+    if name == "--model" and "--target" in flags:  # its name in most other programs
+        return " (did you mean '--target'?)"
+    near = _nearest(name.lstrip("-"), [flag.lstrip("-") for flag in flags if flag != "-h"])
+    return near.replace("'", "'--", 1)
+
+
+def _setting_for(option: str) -> str:
+    """A hint at the setting of a recipe that says what other commands have an option for.
+
+    >>> _setting_for("--target"), _setting_for("--fresh")
+    (" (give the setting 'target.model=…')", '')
+    """
+    settings = {
+        "--model": "target.model",
+        "--target": "target.model",
+        "--drafter": "drafter.family",
+    }
+    return f" (give the setting '{settings[option]}=…')" if option in settings else ""
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

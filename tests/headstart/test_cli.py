@@ -589,7 +589,11 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
     [
         (["fly"], "no command 'fly'; see headstart --help"),
         (["trian"], "no command 'trian' (did you mean 'train'?)"),
+        (["version"], "no command 'version'; see headstart --help"),
+        (["gen"], "no command 'gen' (did you mean 'generate'?)"),
         (["quickstart", "--frsh"], "no option --frsh (did you mean '--fresh'?)"),
+        (["train", "own-model", "--target", "t"], "(give the setting 'target.model=…')"),
+        (["train", "--drafter", "eagle3"], "(give the setting 'drafter.family=…')"),
         (["generate", "--promt", SECRET], "no option --promt (did you mean '--prompt'?)"),
         (["bench", "--promts", "x.txt"], "no option --promts (did you mean '--prompts'?)"),
         (["quickstart", "loose"], "override 'loose'"),

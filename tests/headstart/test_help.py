@@ -40,7 +40,13 @@ def test_a_long_usage_has_only_what_must_be_given(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("option", "hint"),
-    [("-p", " (did you mean '--prompt'?)"), ("-z", ""), ("--promt", " (did you mean '--prompt'?)")],
+    [
+        ("-p", " (did you mean '--prompt'?)"),
+        ("-z", ""),
+        ("--promt", " (did you mean '--prompt'?)"),
+        ("--model", " (did you mean '--target'?)"),
+        ("--verbose", ""),
+    ],
 )
 def test_hints_at_an_option(option: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", option]) == 2

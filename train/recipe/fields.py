@@ -34,10 +34,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     >>> nearest("learning_rat", ["learning_rate"]), nearest("lr", ["loss", "learning_rate"])
     (" (did you mean 'learning_rate'?)", " (did you mean 'learning_rate'?)")
+    >>> nearest("temp", ["seed", "temperature"]), nearest("version", ["train", "generate"])
+    (" (did you mean 'temperature'?)", '')
     """
     names = list(known)
-    short = [each for each in names if "_" in each and name == _initials(each)]
-    close = short or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = [each for each in names if "_" in each and name == _initials(each)]
+    close = close or difflib.get_close_matches(name, names, n=1)
+    close = close or [each for each in names if name and each.startswith(name)]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
