@@ -75,6 +75,11 @@ class DrafterSource:
                 f"no drafter at {self.name!r}: neither a folder nor the name of a Hub repository; "
                 "check the name."
             )
+        if self.name in FAMILIES and family(self.name).weightless:
+            raise ArtifactError(
+                f"{self.name!r} drafts without weights, so there are no files of it; give the "
+                "folder of a trained drafter, or its name on the Hub."
+            )
         if self.name in FAMILIES:
             raise ArtifactError(
                 f"{self.name!r} is a family of drafters, and not a trained one; give the folder of "

@@ -42,6 +42,8 @@ def test_the_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert DrafterSource("lookup").kind is SourceKind.WEIGHTLESS
     assert DrafterSource("lookup").tree is None
+    with pytest.raises(ArtifactError, match="'lookup' drafts without weights, so there are no"):
+        _ = DrafterSource("lookup").folder
     save(tmp_path / "lookup")  # a folder of this name comes first
     assert DrafterSource("lookup").kind is SourceKind.ARTIFACT
     (tmp_path / "small").mkdir()
