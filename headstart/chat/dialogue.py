@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from headstart.heads.core import counted
+from headstart.show.figures import rate
 from headstart.terminal import UsageError, one_line, visible
 
 from .lines import Messages
@@ -179,5 +180,5 @@ def _summed(turns: list[Turn]) -> str:
     seconds = sum(f.seconds for f in figures)
     said = f"{counted(len(turns), 'answer')}, {counted(tokens, 'token')}"
     if rounds and seconds:
-        said += f", {after / seconds:,.0f} tokens/s, τ {after / rounds:.2f}"
+        said += f", {rate(after / seconds)}, τ {after / rounds:.2f}"
     return said

@@ -12,6 +12,15 @@ from headstart.infer import Emitted
 from .drafted_text import colour
 
 
+def rate(speed: float) -> str:
+    """Tokens a second, in words.
+
+    >>> rate(4.44), rate(1234.5)
+    ('4.4 tokens/s', '1,234 tokens/s')
+    """
+    return f"{speed:,.0f} tokens/s" if speed >= 10 else f"{speed:.1f} tokens/s"
+
+
 class Figures:
     """Counts what one row's rounds emit.
 
@@ -64,7 +73,7 @@ class Figures:
         """In words, on one line."""
         parts = [f"{self.tokens} token{'s' if self.tokens != 1 else ''}"]
         if (speed := self.speed) is not None:
-            parts.append(f"{speed:,.0f} tokens/s" if speed >= 10 else f"{speed:.1f} tokens/s")
+            parts.append(rate(speed))
         if self.tau is not None:
             parts.append(f"τ {self.tau:.2f}")
         if len(self._reached) > 1:
