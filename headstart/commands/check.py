@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from headstart.terminal import quiet_stdout
+from headstart.terminal import quiet_stdout, tell
 
 from . import options as shared
 
@@ -32,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.tables import to_json
     from headstart.train.checks.inspect import inspect_run
 
+    if sys.stderr.isatty():
+        tell([f"Checking {recipe.name}, which takes a minute or two"])
     with quiet_stdout():
         found: Any = inspect_run(recipe)
     if options.json:
