@@ -8,7 +8,8 @@ counts it by one of them:
                         layer_ids` or `aux_hidden_state_layer_ids` at the top of a config
     the layer's output  `eagle_config.eagle_aux_hidden_state_layer_ids`, as SpecForge writes and
                         SGLang reads it; `target_layer_ids` of block drafters, in
-                        `dflash_config` or at the top
+                        `dflash_config` or at the top; AngelSlim's
+                        `aux_hidden_states_layer_ids` at the top
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from ...core import FINAL, ArtifactError
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _INPUTS, _OUTPUTS = (_AUX, "aux_hidden_state_layer_ids"), (_AUX, "target_layer_ids")
+_OUTPUTS_AT_TOP = ("target_layer_ids", "aux_hidden_states_layer_ids")
 
 
 def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
@@ -29,8 +31,8 @@ def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
     if inputs := next((config[key] for key in _INPUTS if config.get(key)), None):
         return list(inputs)
     inner = config.get("eagle_config") or config.get("dflash_config") or {}
-    outputs = next((inner[key] for key in _OUTPUTS if inner.get(key)), [])
-    return [layer + 1 for layer in outputs or config.get("target_layer_ids") or []]
+    said = [inner.get(key) for key in _OUTPUTS] + [config.get(key) for key in _OUTPUTS_AT_TOP]
+    return [layer + 1 for layer in next(filter(None, said), [])]
 
 
 def published_layers(count: int) -> list[int]:

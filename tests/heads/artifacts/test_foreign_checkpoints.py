@@ -363,6 +363,7 @@ def test_embeddings_of_the_target_are_not_copied(tmp_path: Path) -> None:
     [
         ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, 4, [0, 2, 3]),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}}, 4, [0, 2, 3]),
+        ({"aux_hidden_states_layer_ids": [-1, 1, 2]}, 4, [0, 2, 3]),  # as AngelSlim writes them
         ({}, 5, [2, 2, 2]),  # what the published rule gives, and engines read
         ({}, 4, [2, 2, 1]),
         ({}, 8, [2, 4, 5]),
