@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaModel
 
 from headstart.heads import (
     FINAL,
@@ -222,6 +223,40 @@ def test_other_peoples_rotary_positions() -> None:
     plain = translated(1, SAID, tensors).model.rotary_emb.inv_freq  # type: ignore[union-attr]
     scaled = translated(1, SAID | {"rope_scaling": scaling}, tensors).model.rotary_emb.inv_freq  # type: ignore[union-attr]
     assert not torch.allclose(plain, scaled) and (scaled <= plain + 1e-9).all()
+
+
+FACTORS = {"short_factor": [1.1] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "around"),
+    [
+        ({"rope_type": "longrope", **FACTORS}, {"original_max_position_embeddings": 64}),
+        ({"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 64}, {}),
+        ({"rope_type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 64}),
+        ({"rope_type": "yarn", "factor": 4.0}, {}),
+    ],
+)
+def test_the_length_that_positions_are_scaled_from(
+    scaling: dict[str, Any], around: dict[str, Any]
+) -> None:
+    """It is found wherever a model's config may say it, and goes out with the factor it gives."""
+    said = SAID | around | {"rope_scaling": scaling, "max_position_embeddings": 512}
+    sizes = {name: value for name, value in said.items() if name != "architectures"}
+    theirs = LlamaModel(LlamaConfig(**sizes)).rotary_emb
+    tensors = published(1, "layers.0.")
+    del tensors["embed_tokens.weight"]  # the target's are used
+    drafter = translated(1, said, tensors)
+    for each in (drafter, again(drafter)):
+        ours: Any = each.model.rotary_emb
+        assert torch.equal(ours.inv_freq, theirs.inv_freq)
+        assert ours.attention_scaling == theirs.attention_scaling
+
+
+def again(drafter: Any) -> Any:
+    """A drafter as SGLang's format brings it back."""
+    written = drafter.exports["sglang"](drafter)
+    return translated(1, written.config, written.tensors)
 
 
 def made(name: str, **options: Any) -> TrainableDrafter:

@@ -54,24 +54,32 @@ def cannot_be_written(engine: str, reason: str, remedy: str) -> ArtifactError:
     return ArtifactError(f"{engine} cannot run this drafter: {reason}; {remedy}.")
 
 
+_OF_MOST_POSITIONS = ("dynamic", "longrope")
+"""Kinds of rotary positions whose angles depend on `max_position_embeddings`."""
+
+
 def llama_config(drafter: Any, layer: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a Llama of the drafter's layers, or of a Qwen3 where it has that model's norms.
 
     Args:
-        drafter: bound, so that vocabulary, positions and token ids are its target's.
+        drafter: bound, so that vocabulary, token ids and, where no angle depends on it, the number
+            of positions are its target's.
         layer: see `layer_like`.
     """
     target = drafter.target.config.get_text_config(decoder=True)
     sizes = {n: layer[n] for n in layer if not n.startswith("rope_") and n != "qk_norm"}
     if window := layer.get("sliding_window"):
         sizes |= {"use_sliding_window": True, "sliding_window": window}
+    rope, most = layer.get("rope_scaling") or {}, target.max_position_embeddings
+    if rope.get("rope_type") in _OF_MOST_POSITIONS:
+        most = layer.get("max_position_embeddings") or most
     return {
         "model_type": "qwen3" if layer.get("qk_norm") else "llama",
         "hidden_act": "silu",
         "num_hidden_layers": 1,
         **sizes,
         "vocab_size": drafter.config.vocab_size,
-        "max_position_embeddings": target.max_position_embeddings,
+        "max_position_embeddings": most,
         "rope_theta": layer["rope_theta"],
         "rope_scaling": layer.get("rope_scaling"),
         "attention_bias": layer.get("attention_bias", False),

@@ -22,6 +22,15 @@ _NEUTRAL = {"use_gemma_norm": False, "is_neox_style": True, "rope_is_neox_style"
 """Settings by which engines compute other norms or positions, and the values without effect."""
 
 
+_MOST_POSITIONS = 2048
+"""What Llama's configs mean that do not say max_position_embeddings."""
+
+_ORIGINAL = "original_max_position_embeddings"
+_OF_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+"""Rotary positions scaled from those of a shorter text. Configs say its length among them or, as
+Phi-3's do, outside, and all but the first may leave the factor to the ratio of both lengths."""
+
+
 def layer_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config that describes the layers."""
     return config.get("transformer_layer_config") or config
@@ -57,7 +66,7 @@ def read_layers(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, A
         "intermediate_size": inner.get("intermediate_size") if up is None else len(up),
         **_heads(inner, found, size),
         "hidden_act": inner.get("hidden_act", "silu"),
-        "max_position_embeddings": inner.get("max_position_embeddings", 2048),
+        "max_position_embeddings": inner.get("max_position_embeddings", _MOST_POSITIONS),
         "rms_norm_eps": inner.get("rms_norm_eps", 1e-6),
         **_rotary(inner),
     }
@@ -118,6 +127,12 @@ def _rotary(inner: dict[str, Any]) -> dict[str, Any]:
         raise ArtifactError(
             f"its rotary positions turn {part} of each head (partial_rotary_factor); expected all."
         )
+    if kind in _OF_ORIGINAL_LENGTH:
+        most = inner.get("max_position_embeddings", _MOST_POSITIONS)
+        original = inner.get(_ORIGINAL) or rope.get(_ORIGINAL) or most
+        rope[_ORIGINAL] = original
+        if kind != "llama3" and rope.get("factor") is None:
+            rope["factor"] = most / original
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
 
 
