@@ -159,6 +159,22 @@ def test_a_published_head_follows_the_definition_along_every_path(dialect: str) 
                     torch.testing.assert_close(step.logits[row, node], logits, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_head_that_mixes_no_layers_reads_the_final_state() -> None:
+    tensors = published(3, "midlayer.")
+    del tensors["fc.weight"]
+    drafter = translated(3, SAID | {"eagle_config": {"use_aux_hidden_state": False}}, tensors)
+    assert list(drafter.config.feature_layers) == [FINAL]
+    features, tokens = random(1, 3, SIZE), torch.randint(VOCAB, (1, 4))
+    state = drafter.start(1, 8)
+    drafter.reserve(state, 4, 4)
+    step = drafter.begin(state, features, tokens[:, 1:], torch.tensor([3]))
+    mixed = tensors | {"fc.weight": torch.eye(SIZE, dtype=torch.float64)}
+    logits = by_hand(3, mixed, "midlayer.", features[0], tokens[0, 1:].tolist())
+    assert step.logits is not None
+    torch.testing.assert_close(step.logits[0, 0], logits, rtol=1e-5, atol=1e-5)
+
+
 def test_tables_of_ids() -> None:
     """Ids in the place of offsets, a table of every token, and none at all."""
     tensors = published(3, "midlayer.", trimmed=True)
@@ -192,6 +208,8 @@ def test_biases_that_are_missing_are_zero() -> None:
         ({"embed_requires_grad": True}, {"embed_tokens.weight": None}, "embed_requires_grad"),
         ({"speculators_model_type": "peagle", "mask_token_id": 3}, {}, "mask_hidden False"),
         ({}, {"mask_hidden": random(96)}, "mask_token_id None"),
+        ({}, {"fc.weight": None}, "says use_aux_hidden_state True, and it has no fc.weight"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "and it has an fc.weight"),
         ({"layer_types": ["linear_attention"]}, {}, "'linear_attention'"),
         ({"model_type": "gemma3_text"}, {}, "'gemma3_text'"),
         ({"partial_rotary_factor": 0.5}, {}, "turn 0.5"),

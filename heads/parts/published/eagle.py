@@ -8,10 +8,11 @@ vLLM and SGLang read the first. All names may begin with `model.`.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...checkpoint import Found
-from ...core import ArtifactError
+from ...core import FINAL, ArtifactError
 from .layer_ids import read_layer_ids
 from .layers import layer_config, read_layers
 from .vocabulary import read_vocabulary
@@ -55,8 +56,15 @@ def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 
 
 def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-    """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`)."""
+    """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`).
+
+    Some of ModelOpt's read the target's final state alone, as it is: such a head has no `fc`, and
+    gets one that changes nothing.
+    """
     found = _renamed(tensors)
+    final = _reads_final_state(config, found)
+    if final:
+        found["fc.weight"] = torch.eye(len(found["norm.weight"]), dtype=found["norm.weight"].dtype)
     if _widths(found)[1] != 2:
         return None
     offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
@@ -64,7 +72,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known = _known(config, found, size) | _norms(config, found) | _parallel(config, found)
     known["layers"] = known["layer"].get("num_hidden_layers", 1)
     known["norm_before_residual"] = bool(_said(config, "norm_before_residual"))
-    layers, read = read_layer_ids(config), found["fc.weight"].shape[1]
+    layers, read = [FINAL] if final else read_layer_ids(config), found["fc.weight"].shape[1]
     if read % (len(layers) or 3):
         raise ArtifactError(
             f"its fc reads {read} entries, which are not those of {len(layers) or 3} layers of a "
@@ -77,6 +85,24 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         found["vocabulary"] = ids
         known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
     return known, found
+
+
+def _reads_final_state(config: dict[str, Any], found: dict[str, Tensor]) -> bool:
+    """Whether it reads what the target's last norm returns, and not states between layers.
+
+    Raises:
+        ArtifactError: config and tensors contradict each other.
+    """
+    if f"{_FIRST}hidden_norm.weight" not in found:  # which EAGLE-3 alone has
+        return False
+    final, mixes = _said(config, "use_aux_hidden_state") is False, "fc.weight" in found
+    if final == mixes:
+        raise ArtifactError(
+            f"its config says use_aux_hidden_state {not final}, and it has "
+            f"{'an' if mixes else 'no'} fc.weight; expected one exactly where this is true, as it "
+            "is where nothing is said."
+        )
+    return final
 
 
 def _known(config: dict[str, Any], found: dict[str, Tensor], size: int | None) -> dict[str, Any]:
