@@ -203,12 +203,12 @@ def _load_language_model(
             f"{source}: settings of its config that a {config.model_type} does not have are left "
             f"out: {brief(', '.join(left_out))}."
         )
-    options |= {"use_safetensors": True, "config": config}
-    kind = DraftModel
+    options |= {"use_safetensors": True, "config": config, "output_loading_info": True}
+    kind: Any = DraftModel
     if PARALLEL in read_json(source.folder / CONFIG):
         kind, options["projection"] = Pard, _projection(source)
     try:
-        return kind.from_pretrained(source.folder, **options)
+        drafter, report = kind.from_pretrained(source.folder, **options)
     except torch.OutOfMemoryError:
         raise
     except (*MALFORMED, StrictDataclassError, OSError) as error:
@@ -216,6 +216,13 @@ def _load_language_model(
             f"{source} cannot be loaded as a causal language model ({brief(error)}); expected one "
             "with weights in safetensors."
         ) from error
+    if missing := sorted(report["missing_keys"]):  # which transformers fills at random
+        raise ArtifactError(
+            f"{source} cannot be loaded as a causal language model: {missing[0]} of "
+            f"{config.model_type} is missing from its weights; download it again, unless it is a "
+            "drafter of a kind that is not known here."
+        )
+    return drafter
 
 
 def _projection(source: DrafterSource) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -510,6 +510,16 @@ def test_another_tokenizer_or_none_is_refused(tmp_path: Path) -> None:
     broken = plain_folder(tmp_path / "broken")
     (broken / "model.safetensors").unlink()
     assert "cannot be loaded" in refused(broken, tokenizer=tokenizer())
+
+
+def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random."""
+    folder = plain_folder(tmp_path / "small")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = refused(folder, tokenizer=tokenizer())
+    assert "model.layers.0.mlp.up_proj.weight of llama is missing" in said
 
 
 needs_model = pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is not on this machine")
