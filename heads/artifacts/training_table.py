@@ -36,8 +36,13 @@ def training_table(manifest: Manifest) -> str:
             ("written by", "the target" if data["writer"] == "own" else data["writer"]),
             ("target's loss on them", f"{loss['nats']:.3f} nats per token" if loss else ""),
         ]  # fmt: skip
-    lines = [f"| {name} | {value} |" for name, value in rows if value]
+    lines = [f"| {name} | {_cell(value)} |" for name, value in rows if value]
     return "\n\n| trained with | |\n|---|---|\n" + "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """A text, such as a system prompt, as one line of a table's cell."""
+    return " ".join(text.split()).replace("|", r"\|")
 
 
 def _layers(layers: dict[str, list[int]]) -> list[tuple[str, str]]:
