@@ -131,6 +131,7 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
         ) from error
     data, tags = card.data, card.data.get("tags") or []
     data["library_name"] = "headstart"
+    data["pipeline_tag"] = data.get("pipeline_tag") or "text-generation"
     tags = [tags] if isinstance(tags, str) else tags
     added = ("headstart", "speculative-decoding", manifest.family)
     data["tags"] = list(dict.fromkeys([*tags, *added]))

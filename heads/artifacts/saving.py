@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -138,21 +139,26 @@ def _base_model(target: str) -> str:
     return f"base_model: {target}\n" if named else ""
 
 
-def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
+def model_card(
+    manifest: Manifest, title: str, body: str, note: str, datasets: Sequence[str] = ()
+) -> str:
     """The README.md of an artifact, with the front matter that the Hub reads.
 
     Args:
         body: whose output it is, and what was measured.
         note: a last sentence; there may be none.
+        datasets: the names of data sets on the Hub that it was trained with.
     """
+    sets = f"datasets: [{', '.join(datasets)}]\n" if datasets else ""
     chat: dict = manifest.trained.get("chat") or {}
     prompt = _PROMPT[chat.get("how") == "template"]
     if settings := chat.get("template_kwargs"):
         prompt = prompt.replace('"pt", ', f'"pt", **{settings!r}, ')
     return f"""---
 library_name: headstart
+pipeline_tag: text-generation
 tags: [speculative-decoding, {manifest.family}, headstart]
-{_base_model(manifest.target)}---
+{_base_model(manifest.target)}{sets}---
 
 # {title}
 

@@ -11,6 +11,7 @@ from headstart.heads.artifacts.training_table import training_table
 from headstart.heads.families import with_article
 from headstart.infer import StaticTree
 
+from ..data.hub import hub_source
 from ..data.prefixes import prompt_settings
 from ..recipe import Recipe
 
@@ -36,7 +37,9 @@ def training_card(
         ("prompts", f"{decode.validation_prompts} {_kind(recipe)}"),
         ("new tokens per prompt", str(decode.new_tokens)),
     ]
-    sources = ", ".join(f"`{part.source}`" for part in recipe.corpus.parts())
+    parts = recipe.corpus.parts()
+    sources = ", ".join(f"`{part.source}`" for part in parts)
+    on_hub = (hub_source(part) for part in parts)
     chosen, other_text = "tree was", sources
     if family(manifest.family).trainable:
         rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
@@ -76,6 +79,7 @@ same kind, and still less on text unlike {other_text}.{_taus(measured)}{training
         f"{recipe.name}: {with_article(manifest.family)} drafter for `{manifest.target}`",
         body,
         "How it was trained is in `headstart.json`, the tree\nin `tree.json`.",
+        sorted({hub.name for hub in on_hub if hub is not None}),
     )
 
 

@@ -270,6 +270,7 @@ def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
     _, front, body = (tmp_path / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {
         "library_name": "headstart",
+        "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "medusa", "headstart"],
         "base_model": "me/base",
         "license": "mit",
@@ -324,6 +325,7 @@ def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: P
     assert (found["distill"]["drafter"], cleaned["origin"]) == ("me/head@v2", told["origin"])
     assert cleaned["metrics"]["adapted"]["from"] == "heads"
     card = (out / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["me/set"]
     assert "`prompts.jsonl`, `*.txt`, `hub:me/set`" in card and "See heads and distill." in card
 
 
