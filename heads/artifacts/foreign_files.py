@@ -31,6 +31,7 @@ INSIDE = ("medusa_head.", "hydra_head.")
 _OF_DRAFTERS = re.compile(
     r"(model\.)?(fc|fusion_fc)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
     r"|\d+\.0\.linear\.weight|blocks\.0\.layers\.0\.weight"
+    r"|(midlayer|(model\.)?layers\.0)\.hidden_norm\.weight|mtp_layers\.0\.input_proj\.weight"
     r"|pre_projection\.weight|(speculator\.)?(forget_)?emb\.0\.(0\.)?weight"
 )
 """Names of tensors that a drafter has and no language model."""

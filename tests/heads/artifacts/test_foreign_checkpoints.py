@@ -20,6 +20,7 @@ from headstart.heads.families import FAMILIES, family
 from headstart.infer import Speculator
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
+from tests.support.drafters import made
 from tests.support.tiny import COMMON, VOCAB, one_line, prompts, tiny
 
 SIZE = COMMON["hidden_size"]
@@ -325,6 +326,21 @@ def test_heads_in_several_files_and_under_model(tmp_path: Path) -> None:
     names = sorted(inside)
     halves = [{n: inside[n] for n in names[::2]}, {n: inside[n] for n in names[1::2]}]
     reads(sharded(tmp_path / "it", config, halves), "eagle3", *found)
+
+
+def test_drafters_without_fc_are_found_in_several_files(tmp_path: Path) -> None:
+    no_mixing = eagle.published(3, "midlayer.")
+    del no_mixing["fc.weight"]
+    config = eagle.SAID | {"eagle_config": {"use_aux_hidden_state": False}}
+    module = family("mtp").exports["speculators"](made("mtp", tiny("qwen3")))
+    for name, said, tensors, model in (
+        ("eagle3", config, no_mixing, tiny("llama")),
+        ("mtp", module.config, module.tensors, tiny("qwen3")),
+    ):
+        names = sorted(tensors)
+        halves = [{n: tensors[n].clone() for n in names[first::2]} for first in (0, 1)]
+        drafter = load_drafter(sharded(tmp_path / name, said, halves), model)
+        assert drafter.config.family_name() == name
 
 
 def test_of_a_target_in_several_files_the_heads_alone_are_read(tmp_path: Path) -> None:
