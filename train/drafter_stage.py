@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
 from headstart.heads.artifacts.files import ACCEPTANCE, METRICS, PLOT, REPORT, TREE
-from headstart.heads.artifacts.manifest import tokenizer_hash
+from headstart.heads.artifacts.manifest import commit_of, tokenizer_hash
 from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered, in_shards, loaded_whole
@@ -231,7 +231,7 @@ def write_drafter(
         family=recipe.drafter.family,
         target=loaded.name,
         target_fingerprint=fingerprint(target),
-        target_revision=getattr(target.config, "_commit_hash", None) or "",
+        target_revision=commit_of(target),
         tokenizer_hash=tokenizer_hash(tokenizer),
         adapter_base=adapter.digest() if adapter is not None else "",
         recipe=recipe.to_dict(),

@@ -76,6 +76,7 @@ def manifest_of(
         "family": drafter.config.family_name(),
         "target": str(target.name_or_path),
         "target_fingerprint": fingerprint(target),
+        "target_revision": commit_of(target),
         "tokenizer_hash": tokenizer_hash(tokenizer) if tokenizer is not None else "",
     }
     return Manifest(**(found | fields))
@@ -102,6 +103,11 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(**{name: found[name] for name in found if name in known})
     except StrictDataclassError as error:
         raise unreadable(path, error) from error
+
+
+def commit_of(target: "PreTrainedModel") -> str:
+    """The commit of a target from the Hub; empty for any other."""
+    return getattr(target.config, "_commit_hash", None) or ""
 
 
 def fingerprint(target: "PreTrainedModel") -> str:

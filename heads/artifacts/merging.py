@@ -52,7 +52,7 @@ def save_merged(
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
         alone = drafter.without_adapter().bind(target)
-        manifest = manifest_of(alone, tokenizer, target=str(folder))
+        manifest = manifest_of(alone, tokenizer, target=str(folder), target_revision="")
         title = f"A {manifest.family} drafter for `{folder.name}`"
         card = model_card(manifest, title, _BODY, "Nothing was measured after merging.")
         save_drafter(alone, new / DRAFTER, manifest, card)

@@ -63,6 +63,18 @@ def test_it_becomes_an_artifact(target: Any, tmp_path: Path) -> None:
     assert "made from `theirs`" in card and str(tmp_path) not in card
 
 
+def test_the_targets_commit_is_noted(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And named where another commit's target is loaded."""
+    model, tokenizer, _ = target
+    monkeypatch.setattr(model.config, "_commit_hash", "0123456789" * 4, raising=False)
+    ours = convert(checkpoint(tmp_path / "theirs"), model, tokenizer, tmp_path / "ours")
+    assert read_manifest(ours).target_revision == "0123456789" * 4
+    with pytest.raises(ArtifactError, match="at revision 0123456789"):
+        load_drafter(ours, tiny("llama"))
+
+
 def test_blocks_under_several_names_are_written_apart(target: Any, tmp_path: Path) -> None:
     """The authors' Hydra heads of three layers hold one block under two names."""
     model, tokenizer, _ = target
