@@ -30,7 +30,7 @@ from ..core import OptionError, brief
 from ..core.errors import MALFORMED
 from .own_layers import added_to_scale
 from .shipped_tensors import find_tensors, quantized, read_tensors
-from .target_layer import layer_config, target_layer
+from .target_layer import layer_config, own_layer_is_known, target_layer
 
 PREFIX, _MIXES = "mtp.", "mtp.fc.weight"
 _PARTS = {
@@ -100,6 +100,8 @@ def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tenso
         raise ValueError(f"{PREFIX}{missing[0]} is missing")
     if _EMBEDDING in tensors:
         raise ValueError("it embeds tokens by itself")
+    if not own_layer_is_known(target):
+        raise ValueError("some layers see a window alone, and nothing says whether its own does")
     found = {ours: tensors.pop(theirs) for ours, theirs in _PARTS.items()}
     config: Any = layer_config(target_layer(target))
     kind: Any = AutoModel._model_mapping[type(config)]  # type: ignore[attr-defined]

@@ -17,13 +17,21 @@ _IDS = 64
 """Token ids of the trial of such a layer, whose embeddings are made up."""
 
 
+_AS_FIRST = ("exaone4", "exaone_moe")
+"""Types of language models whose own multi-token prediction has a layer like their first one, which
+sees a window with rotary positions and has no experts, as vLLM runs it. Configs do not say so, and
+the layers that see the whole text have no positions."""
+
+
 def target_layer(target: PreTrainedModel) -> dict[str, Any]:
     """The config of a model of one of the target's layers, as plain data.
 
-    It is the layer of the target's own multi-token prediction where its config describes one, else
-    as of `one_layer`.
+    It is the layer of the target's own multi-token prediction where that is known, else as of
+    `one_layer`.
     """
     text = target.config.get_text_config(decoder=True)
+    if text.model_type in _AS_FIRST:
+        return _plain(layers_of(text, [0]))
     if not getattr(text, "num_mtp_layers", None):
         return one_layer(text)
     try:
@@ -31,6 +39,14 @@ def target_layer(target: PreTrainedModel) -> dict[str, Any]:
     except ValueError:  # it counts such layers, and does not say of which kind they are
         return one_layer(text)
     return _plain(layers_of(_with_own_keys(described), [0]))
+
+
+def own_layer_is_known(target: PreTrainedModel) -> bool:
+    """Whether `target_layer` is sure to attend as the target's own multi-token prediction does."""
+    text = target.config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    alike = len({types[number] for number in attending_layers(text, alone=False)}) < 2
+    return alike or text.model_type in _AS_FIRST or bool(getattr(text, "mtp_layer_types", None))
 
 
 def one_layer(config: PreTrainedConfig) -> dict[str, Any]:

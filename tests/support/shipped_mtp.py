@@ -12,7 +12,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from tests.support.recurrent import DELTA, EXPERTS, LAYERS, family
-from tests.support.tiny import COMMON
+from tests.support.tiny import COMMON, config_of
 
 _EXPERTS = {
     "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -77,6 +77,36 @@ HYBRIDS = {
     ),
 }
 """Targets with recurrent layers; the last layer attends, as the module's does."""
+
+
+_MIXED = {
+    "head_dim": ..., "num_hidden_layers": 4, "sliding_window": 5,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+_FEW = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+WINDOWED = {
+    "exaone4": partial(config_of, tf.Exaone4Config, **_MIXED),
+    "exaone-moe": partial(config_of, tf.ExaoneMoeConfig, **_MIXED, **_FEW),
+    "gemma2": partial(config_of, tf.Gemma2Config, **_MIXED),
+}
+"""Targets of which some layers see a window alone."""
+
+
+def windowed_with_module(kind: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """A float64 target loaded from `folder`, and its random module, whose layer is of the kind of
+    the target's first one."""
+    torch.manual_seed(4)
+    model: Any = tf.AutoModelForCausalLM.from_config(WINDOWED[kind]()).double()
+    model.save_pretrained(folder)
+    weights, first = load_file(folder / "model.safetensors"), "model.layers.0."
+    names = {f"layers.0.{n.removeprefix(first)}": n for n in weights if n.startswith(first)}
+    module = {name: _drawn(weights[copied]) for name, copied in names.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        module[f"{name}.weight"] = torch.rand(model.config.hidden_size).add(0.5).double()
+    size = model.config.hidden_size
+    module["fc.weight"] = torch.randn(size, 2 * size).mul(0.2).double()
+    named = {f"mtp.{name}": tensor for name, tensor in module.items()}
+    return _loaded(folder, weights | named), module
 
 
 def hybrid_with_module(
