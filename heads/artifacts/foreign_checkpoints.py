@@ -90,15 +90,23 @@ def load_checkpoint(
             f"{source} cannot be read as {config_class.family_name()} ({brief(error)}); "
             "download it again."
         ) from error
-    if target_is_known:
+    base = _named_target(config)
+    if target_is_known or (base and base == target.name_or_path):
         return drafter
-    base = config.get("base_model_name_or_path")
-    named = f"; its config names {base!r}" if isinstance(base, str) else ""
+    named = f"; its config names {brief(repr(base), 100)}" if base else ""
     logger.warning(
         f"Only shapes show that {source} was trained for this target{named}: where it was not, τ "
         "stays near 1, and the output is the target's all the same."
     )
     return drafter
+
+
+def _named_target(config: dict[str, Any]) -> str:
+    """The target that a checkpoint's config names, as Medusa's and those of speculators do."""
+    name, place = config.get("base_model_name_or_path"), config.get("speculators_config")
+    for key in ("verifier", "name_or_path"):
+        place = place.get(key) if isinstance(place, dict) else None
+    return next((each for each in (name, place) if isinstance(each, str)), "")
 
 
 def _check_sizes(fields: dict[str, Any], text: Any, source: DrafterSource) -> None:

@@ -438,6 +438,21 @@ def test_what_is_not_known_is_said_once(tmp_path: Path, caplog: pytest.LogCaptur
     assert DrafterSource(tmp_path).kind is SourceKind.CHECKPOINT
 
 
+def test_a_target_that_the_config_names_is_named_or_taken_for_the_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, prefix, config, trimmed = eagle.DIALECTS["speculators"]
+    said = config | {"speculators_config": {"verifier": {"name_or_path": "them/base"}}}
+    write(tmp_path, said, eagle.published(version, prefix, trimmed), MODEL)
+    with caplog.at_level(logging.WARNING, "headstart.heads.artifacts.foreign_checkpoints"):
+        load_drafter(tmp_path, tiny("llama"))
+        assert "its config names 'them/base'" in caplog.text
+        caplog.clear()
+        monkeypatch.setattr(tiny("llama"), "name_or_path", "them/base")
+        load_drafter(tmp_path, tiny("llama"))
+    assert "Only shapes" not in caplog.text
+
+
 class Bomb:
     """Unpickling it runs code."""
 
