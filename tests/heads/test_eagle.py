@@ -159,10 +159,13 @@ def test_a_published_head_follows_the_definition_along_every_path(dialect: str) 
                     torch.testing.assert_close(step.logits[row, node], logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("beside", [True, False])
 @torch.no_grad()
-def test_a_head_that_mixes_no_layers_reads_the_final_state() -> None:
+def test_a_head_that_mixes_no_layers_reads_the_final_state(beside: bool) -> None:
+    """Also where a layer that would mix them is beside it."""
     tensors = published(3, "midlayer.")
-    del tensors["fc.weight"]
+    if not beside:
+        del tensors["fc.weight"]
     drafter = translated(3, SAID | {"eagle_config": {"use_aux_hidden_state": False}}, tensors)
     assert list(drafter.config.feature_layers) == [FINAL]
     features, tokens = random(1, 3, SIZE), torch.randint(VOCAB, (1, 4))
@@ -208,8 +211,7 @@ def test_biases_that_are_missing_are_zero() -> None:
         ({"embed_requires_grad": True}, {"embed_tokens.weight": None}, "embed_requires_grad"),
         ({"speculators_model_type": "peagle", "mask_token_id": 3}, {}, "mask_hidden False"),
         ({}, {"mask_hidden": random(96)}, "mask_token_id None"),
-        ({}, {"fc.weight": None}, "says use_aux_hidden_state True, and it has no fc.weight"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "and it has an fc.weight"),
+        ({}, {"fc.weight": None}, "its fc.weight is missing"),
         ({"layer_types": ["linear_attention"]}, {}, "'linear_attention'"),
         ({"model_type": "gemma3_text"}, {}, "'gemma3_text'"),
         ({"partial_rotary_factor": 0.5}, {}, "turn 0.5"),

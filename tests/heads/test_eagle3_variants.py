@@ -171,6 +171,16 @@ def test_other_names_of_norms_mean_the_same(tmp_path: Path) -> None:
     assert largest_difference(one, other) <= 1e-12
 
 
+def test_other_names_of_layers_mean_the_same() -> None:
+    """ModelOpt numbers several layers so."""
+    variant, cls = VARIANTS["two layers"], family("eagle3")
+    tensors = variant.tensors()
+    theirs = {name.replace("layers.", "midlayer.", 1): t for name, t in tensors.items()}
+    first, second = (cls.from_checkpoint(variant.config, each) for each in (tensors, theirs))
+    assert first is not None and second is not None
+    assert first[0] == second[0] and first[1].keys() == second[1].keys()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}

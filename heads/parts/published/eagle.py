@@ -6,6 +6,7 @@ that of speculators (github.com/vllm-project/speculators) nests the layer's conf
 vLLM and SGLang read the first. All names may begin with `model.`.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`).
 
-    Some of ModelOpt's read the target's final state alone, as it is: such a head has no `fc`, and
-    gets one that changes nothing.
+    Some of ModelOpt's read the target's final state alone, as it is: such a head gets an `fc` that
+    changes nothing, and one in its file is left out, as vLLM and TensorRT-LLM do.
     """
     found = _renamed(tensors)
     final = _reads_final_state(config, found)
@@ -91,16 +92,15 @@ def _reads_final_state(config: dict[str, Any], found: dict[str, Tensor]) -> bool
     """Whether it reads what the target's last norm returns, and not states between layers.
 
     Raises:
-        ArtifactError: config and tensors contradict each other.
+        ArtifactError: it reads such states, and nothing that mixes them is there.
     """
     if f"{_FIRST}hidden_norm.weight" not in found:  # which EAGLE-3 alone has
         return False
-    final, mixes = _said(config, "use_aux_hidden_state") is False, "fc.weight" in found
-    if final == mixes:
+    final = _said(config, "use_aux_hidden_state") is False
+    if not final and "fc.weight" not in found:
         raise ArtifactError(
-            f"its config says use_aux_hidden_state {not final}, and it has "
-            f"{'an' if mixes else 'no'} fc.weight; expected one exactly where this is true, as it "
-            "is where nothing is said."
+            "its fc.weight is missing, which mixes states of several layers, and its config does "
+            "not set use_aux_hidden_state to false; download both again."
         )
     return final
 
@@ -167,6 +167,7 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         whole = inside or name == "model.embed_tokens.weight"
         bare = name.removeprefix("model.") if whole else name
+        bare = re.sub(r"^midlayer\.(?=\d+\.)", "layers.", bare)  # ModelOpt's, of several layers
         if not bare.endswith("rotary_emb.inv_freq"):
             found[with_prefix(bare, _NAMES)] = tensor
     return found
