@@ -219,6 +219,7 @@ def test_biases_that_are_missing_are_zero() -> None:
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 1, 0, 1]}, {}, "not those of 5 layers"),
         ({"num_attention_heads": None}, {}, "num_attention_heads"),
         ({"rope_scaling": {"type": "mrope"}}, {}, "'mrope'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "(full_attention)"),
         ({}, {"d2t": KEPT.flip(0)}, "contradict each other"),
         ({}, {"d2t": KEPT.flip(0), "t2d": None}, "out of order"),
         ({}, {"d2t": KEPT + 30, "t2d": None}, "below 64"),

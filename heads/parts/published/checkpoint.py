@@ -54,6 +54,12 @@ def cannot_be_written(engine: str, reason: str, remedy: str) -> ArtifactError:
     return ArtifactError(f"{engine} cannot run this drafter: {reason}; {remedy}.")
 
 
+def other_activation(layer: Mapping[str, Any]) -> str:
+    """How a layer's MLP differs from those of the engines, which know SiLU alone; empty if not."""
+    name = layer.get("hidden_act", "silu")
+    return "" if name == "silu" else f"its MLP has the activation {name}, expected silu"
+
+
 _OF_MOST_POSITIONS = ("dynamic", "longrope")
 """Kinds of rotary positions whose angles depend on `max_position_embeddings`."""
 

@@ -26,6 +26,7 @@ from .checkpoint import (
     cannot_be_written,
     embedding_scale,
     llama_config,
+    other_activation,
     scaled_embeddings,
     speculators_config,
 )
@@ -233,6 +234,8 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
 def _check_parts(drafter: Any, form: str) -> None:
     own = drafter.config
     check_writable(drafter, form, block=True)
+    if form not in ("speculators", "original") and (what := other_activation(own.layer)):
+        raise cannot_be_written(form, what, "export it to speculators or original")
     if own.selector_rank and not own.selector_top_k:
         what = "its selector chooses among all tokens (selector_top_k=0), and theirs among the best"
         raise cannot_be_written(form, what, "train it with drafter.selector_top_k=16")

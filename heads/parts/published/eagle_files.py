@@ -12,6 +12,7 @@ from .checkpoint import (
     Checkpoint,
     cannot_be_written,
     llama_config,
+    other_activation,
     scaled_embeddings,
     speculators_config,
 )
@@ -52,6 +53,7 @@ def _special(drafter: Any, new: tuple[str, ...]) -> list[tuple[Any, str, tuple[s
         (layer.get("sliding_window"), "layers of it see a window alone (sliding_window)", new),
         (count > 1, f"it has {count} layers, expected one", both),
         (layer.get("mlp_bias"), "its MLP has biases", both),
+        (other_activation(layer), other_activation(layer), ("speculators", "original")),
         (layer.get("rope_scaling"), "its rotary positions are scaled (rope_scaling)",
          ("vllm", "sglang", "speculators", _TENSORRT, _LLAMA_CPP)),
         (narrow, f"it is {layer['hidden_size']} wide and its target {wide}",

@@ -115,6 +115,11 @@ def _heads(inner: dict[str, Any], found: dict[str, Tensor], size: int) -> dict[s
 
 def _rotary(inner: dict[str, Any]) -> dict[str, Any]:
     rope = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
+    if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
+        raise ArtifactError(
+            f"its rotary positions differ between types of layers ({', '.join(nested)}); expected "
+            "the same for all."
+        )
     theta = rope.pop("rope_theta", None) or inner.get("rope_theta") or 10_000.0
     rope = {"rope_type": rope.pop("type", "default"), **rope}
     kind, part = rope["rope_type"], rope.get("partial_rotary_factor")

@@ -556,6 +556,16 @@ def test_layers_that_the_authors_of_eagle_have_not(
     export_drafter(drafter, "speculators", tmp_path / "speculators")
 
 
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_engines_know_one_activation(name: str, tmp_path: Path) -> None:
+    drafter = with_layer(name, deep(), {"hidden_act": "gelu"})
+    for form in ("vllm", "llama.cpp"):
+        with pytest.raises(ArtifactError, match="activation gelu, expected silu; export it to sp"):
+            export_drafter(drafter, form, tmp_path / form)
+    export_drafter(drafter, "original", tmp_path / "original")
+    assert json.loads((tmp_path / "original" / "config.json").read_text())["hidden_act"] == "gelu"
+
+
 def test_vllm_reads_a_block_drafters_own_ends(tmp_path: Path) -> None:
     drafter = made("dflash", layers=2, depths=4, **TRIMMED)
     drafter.config.embedding = "own"
