@@ -151,8 +151,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     normed, count = (*new, "sglang", _TENSORRT), len(layers)
     check_writable(drafter, form)
     _check(form, [
-        (count != 3, f"it reads {count} layers of the target, expected 3",
-         ("vllm", "sglang", _TENSORRT)),
+        (count != 3, f"it reads {count} layers of the target, expected 3", normed),
         (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)",
          (*new, _LLAMA_CPP)),
         (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)",
@@ -166,7 +165,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     ids = tensors.pop("vocabulary", None)
     if ids is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
-    config = llama_config(drafter, layer)
+    config = llama_config(drafter, layer) | ({"num_aux_hidden_states": count} if count != 3 else {})
     said: dict[str, Any] = {
         "draft_vocab_size": own.output_size, "norm_before_residual": own.norm_before_residual,
     }  # fmt: skip
@@ -192,7 +191,6 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         return Checkpoint(config, _written(tensors, SPECULATORS_3))
     by_output = form == "sglang"
     config |= said | (ids_by_output(layers) if by_output else ids_by_input(layers))
-    config |= {"num_aux_hidden_states": count} if count != 3 else {}
     if own.norm_before_fc and form == _TENSORRT:  # which looks for it there
         config["eagle_config"] = {"norm_before_fc": True}
     if drafter.independent:

@@ -74,7 +74,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         ("eagle3", form, {"norm_before_fc": True})
         for form in ("sglang", "tensorrt-llm", "llama.cpp")
     ),
-    *(("eagle3", form, {"feature_layers": [0, 1]}) for form in ("vllm", "sglang")),
+    *(("eagle3", form, {"feature_layers": [0, 1]}) for form in ("vllm", "sglang", "speculators")),
     ("eagle3", "tensorrt-llm", {"feature_layers": [1, 2, 4, 5]}),
     ("eagle3", "llama.cpp", {"feature_layers": [5, 1, 6]}),
     ("eagle3", "llama.cpp", {"norm_before_residual": True}),
@@ -361,7 +361,7 @@ LAYERS: list[tuple[str, list[int], dict[str, str]]] = [
     ("dflash", [0, 3, 4], {"sglang": NO_INPUT, "tensorrt-llm": NO_INPUT}),
     ("eagle3", [2, 3, 7], {"sglang": NO_OUTPUT, **FIXED}),
     ("dflash", [2, 3, 7], {"sglang": NO_OUTPUT}),
-    ("eagle3", [4], {"speculators": "reads 1 layers", "llama.cpp": "reads 1 layers", **FIXED,
+    ("eagle3", [4], {"llama.cpp": "reads 1 layers", **FIXED,
                      **dict.fromkeys(("sglang", "tensorrt-llm"), "is not put through fc")}),
     ("dflash", [4], {}),
     *((n, [2, 3, -1], dict.fromkeys(FORMATS, "the target's last norm")) for n in OF_MANY_LAYERS),
@@ -445,7 +445,6 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "original", {"fc_norm": True}, "fc_norm); export it to vllm or sglang or spec"),
         ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
         ("eagle3", "llama.cpp", {"fc_norm": True}, "fc_norm); export it to vllm"),
-        ("eagle3", "speculators", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("eagle3", "llama.cpp", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),

@@ -168,6 +168,7 @@ def test_eagle3(target: Any, tmp_path: Path) -> None:
         "trimmed": read | trimmed,
         "norm-before-residual": read | trimmed | {"norm_before_residual": True},
         "norm-before-fc": read | trimmed | {"norm_before_fc": True, "norm_output": True},
+        "two-layers-of-the-target": {"feature_layers": LAYERS[:2], "fc_norm": True},
         "published": Published("of all", [0, 2, 4]),
     }
     written = {
