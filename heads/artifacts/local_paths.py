@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from .hub import is_hub_name, split_revision
 from .manifest import Manifest
@@ -68,10 +69,15 @@ A word without a slash, such as a shipped name, is its own last part.
 """
 
 
+SERVER, HOST = "recipe.distill.openai.url", "HOST"
+"""Where a manifest names the address of a server, and what stands for its host and port."""
+
+
 def local_paths(manifest: Manifest) -> dict[str, str]:
     """The paths of this machine that a manifest names, and the last part of each.
 
-    Those in fields of `PATHS` are known by the field, whether or not they exist now.
+    Those in fields of `PATHS` are known by the field, whether or not they exist now. The address of
+    the server that wrote the text is among them, and stands without its host.
     """
     told = {
         "recipe": manifest.recipe,
@@ -87,6 +93,9 @@ def local_paths(manifest: Manifest) -> dict[str, str]:
         if name and is_path(text):
             spelled = (text, stem, os.path.normpath(stem))
             found |= {each: name for each in spelled if each != name}
+        if field == SERVER:
+            parts = urlsplit(text)
+            found[text] = f"{parts.scheme}://{HOST}{parts.path}"
     return found
 
 

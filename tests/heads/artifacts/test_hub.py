@@ -296,7 +296,7 @@ def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: P
         "{source: 'hub:me/set'}]",
         "distill.drafter=me/head@v2", "distill.earlier=acme/old/distill/",
         "train.from=./acme/old/heads", "decode.tree=acme/trees/t.json",
-        "distill.openai={model: acme/models/big}",
+        "distill.openai={model: acme/models/big, url: 'http://acme.corp:8000/v1'}",
     ]  # fmt: skip
     recipe = load_recipe("quickstart", settings)
     told = json.loads((heads / "headstart.json").read_text())
@@ -315,6 +315,7 @@ def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: P
     )
     for file in clean_copy(heads, out, "me/drafter", "me/base"):
         assert b"acme/" not in file.read_bytes(), file.name
+        assert b"acme.corp" not in file.read_bytes(), file.name
     cleaned = json.loads((out / "headstart.json").read_text())
     found = cleaned["recipe"]
     expected = ["prompts.jsonl", "*.txt", "hub:me/set"]
@@ -322,6 +323,7 @@ def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: P
     assert cleaned["trained"]["data"]["sources"] == expected
     assert (found["output"], found["distill"]["earlier"]) == ("runs", "distill")
     assert (found["train"]["from"], found["decode"]["tree"]) == ("heads", "t.json")
+    assert found["distill"]["openai"]["url"] == "http://HOST/v1"
     assert (found["distill"]["drafter"], cleaned["origin"]) == ("me/head@v2", told["origin"])
     assert cleaned["metrics"]["adapted"]["from"] == "heads"
     card = (out / "README.md").read_text()
