@@ -106,7 +106,8 @@ def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | 
     place, fetch = _downloaded(place, revision)
     if name in ("eagle3", "dflash"):  # the converter reads the target's config and tokenizer
         if not Path(target).is_dir():
-            fetch += f"hf download {target} --exclude '*.safetensors' --local-dir target && "
+            small = f"hf download {shlex.quote(target)} --exclude '*.safetensors'"
+            fetch += f"{small} --local-dir target && "
             target = "target"
         of_target = f" --target-model-dir {shlex.quote(target)}"
     kind = "draft-dspark" if getattr(drafter.config, "markov_rank", 0) else _LLAMA_CPP[name]

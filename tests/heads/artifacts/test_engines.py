@@ -51,11 +51,13 @@ def test_of_other_tables_of_tokens_vllm_and_transformers_are_told(name: str, siz
     )
 
 
-def test_names_with_spaces_are_one_word() -> None:
+def test_names_with_spaces_are_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = made("eagle3", deep(), depths=5)
+    monkeypatch.setattr(deep(), "name_or_path", "our own 7B")
     for form in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "speculators"):
         words = shlex.split(str(serve_line(drafter, form, "my runs/it's")))
         assert any("my runs/it's" in word for word in words), form
+        assert "our own 7B" in words, form
 
 
 @pytest.mark.parametrize("revision", [None, "speculators"])
