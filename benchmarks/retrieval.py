@@ -34,7 +34,8 @@ def stories(model: Any, count: int, temperature: float) -> list[tuple[Tensor, Te
         start = torch.full((BATCH, 1), model.config.bos_token_id)
         how: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
         opened = model.generate(start, max_new_tokens=SAMPLED - 1, **how)
-        greedily = {"temperature": temperature} if temperature else {"do_sample": False}
+        greedily: dict[str, Any] = {"do_sample": False}
+        greedily = {"temperature": temperature} if temperature else greedily
         texts = model.generate(opened, max_new_tokens=WRITTEN, **how | greedily)
         found += [(text, torch.arange(len(text)) >= SAMPLED) for text in texts]
     return found
@@ -76,13 +77,13 @@ def main() -> None:
             ranks = measure_ranks(drafter, written, 8, temperature=temperature)
             for nodes in (8, 32):
                 tell(f"{size}, best by ranks", drafter, best_tree(ranks, nodes, 8), temperature)
-        for options in ({"matches": 1}, {"matches": 8}, {"matches": 128}, {"max_match": 8}):
-            name = f"{size}, {' '.join(f'{key} {n}' for key, n in options.items())}"
-            tell(name, made(texts, **options), "best-first:32,4,8", temperature)
+        for key, value in (("matches", 1), ("matches", 8), ("matches", 128), ("max_match", 8)):
+            drafter = made(texts, **{key: value})
+            tell(f"all, {key} {value}", drafter, "best-first:32,4,8", temperature)
         for name in ("lookup", "recycling"):
             tell(name, load_drafter(name, model), "chain:7", temperature)
-        both = [drafter, load_drafter("lookup", model)]
-        tell(f"{size}, and lookup", both, "best-first:32,4,8+chain:7", temperature)
+        both = [made(texts), load_drafter("lookup", model)]
+        tell("all, and lookup", both, "best-first:32,4,8+chain:7", temperature)
 
 
 if __name__ == "__main__":
