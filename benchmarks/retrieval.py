@@ -34,9 +34,8 @@ def stories(model: Any, count: int, temperature: float) -> list[tuple[Tensor, Te
         start = torch.full((BATCH, 1), model.config.bos_token_id)
         how: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
         opened = model.generate(start, max_new_tokens=SAMPLED - 1, **how)
-        greedily: dict[str, Any] = {"do_sample": False}
-        greedily = {"temperature": temperature} if temperature else greedily
-        texts = model.generate(opened, max_new_tokens=WRITTEN, **how | greedily)
+        how |= {"temperature": temperature} if temperature else {"do_sample": False}
+        texts = model.generate(opened, max_new_tokens=WRITTEN, **how)
         found += [(text, torch.arange(len(text)) >= SAMPLED) for text in texts]
     return found
 
