@@ -9,8 +9,6 @@ proposed, then `a`, then `b`; a continuation that reaches the end of the text re
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
 
-from typing import ClassVar
-
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
@@ -18,7 +16,7 @@ from torch import Tensor
 from .core import in_steps
 from .declared.lookup import LookupFields
 from .drafter import DrafterConfig, Step
-from .parts.matches import MatchDrafter, MatchState, repeated
+from .parts.matches import MatchDrafter, MatchState, first_ones, same_tokens
 from .parts.weightless import WeightlessDrafter
 
 
@@ -32,7 +30,7 @@ class LookupConfig(LookupFields, DrafterConfig):
 class LookupState(MatchState):
     """The rows' text and this round's matches."""
 
-    scratch: ClassVar = ("source", "period", "agrees", "depth")
+    scratch = ("source", "period", *MatchState.scratch)
 
     longest: int = 0  # a bound on any row's tokens, the root's included, on the host
     text: Tensor  # [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding
@@ -113,7 +111,7 @@ def _ranked(tokens: Tensor, agrees: Tensor) -> Tensor:
     >>> _ranked(torch.tensor([[[7, 5, 7, 6]]]), yes).tolist()
     [[[7, 6, -1, -1]]]
     """
-    first = agrees & ~repeated(tokens, agrees)
+    first = first_ones(same_tokens(tokens), agrees)
     matches = tokens.shape[-1]
     rank = torch.where(first, first.cumsum(-1) - 1, matches)
     ids = tokens.new_full((*tokens.shape[:-1], matches + 1), -1)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from .declared.retrieval import RetrievalFields
 from .drafter import DrafterConfig, Step
-from .parts.matches import MatchDrafter, MatchState, repeated
+from .parts.matches import MatchDrafter, MatchState, first_ones, same_tokens
 
 _BRANCHES = 64  # into which a step of the search divides what is left
 _END, _BEFORE = -1, -2  # between two texts, and before a request's first token
@@ -42,7 +42,7 @@ class RetrievalConfig(RetrievalFields, DrafterConfig):
 class RetrievalState(MatchState):
     """The rows' last tokens, and the matches of this round."""
 
-    scratch = ("source", "weight", "agrees", "depth")
+    scratch = ("source", "weight", *MatchState.scratch)
 
     recent: Tensor  # [B, P], the newest last
     source: Tensor  # [B, M] the places in the text where the matches end
@@ -128,9 +128,8 @@ class Retrieval(MatchDrafter):
     def proposals(self, state: RetrievalState, tokens: Tensor, agrees: Tensor) -> Step:
         agrees = agrees & (tokens != _END)
         votes = state.weight.unsqueeze(1) * agrees  # [B, W, M]
-        same = tokens.unsqueeze(-1) == tokens.unsqueeze(-2)
-        score = (same * votes.unsqueeze(-2)).sum(-1)  # of each match's token
-        score = score.masked_fill(~agrees | repeated(tokens, agrees), 0)
+        same = same_tokens(tokens)
+        score = (same * votes.unsqueeze(-2)).sum(-1) * first_ones(same, agrees)
         score, best = score.sort(dim=-1, descending=True, stable=True)
         ids = tokens.gather(-1, best).masked_fill(score == 0, -1)
         return Step(ids=ids, log_probs=(score / votes.sum(-1, keepdim=True)).log())

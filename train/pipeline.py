@@ -147,10 +147,8 @@ class Run:
         corpus = self._corpus()
         target = self._target(corpus)
         on_process_0(lambda: self._check_prompts(corpus, target, kind.learns()))
-        if not kind.learns():
-            return self._heads(corpus, target, None, None)
-        rows = self._distill(corpus, target)
-        trained = self._train(corpus, target, rows) if kind.trainable else None
+        rows = self._distill(corpus, target) if kind.learns() else None
+        trained = self._train(corpus, target, rows) if rows and kind.trainable else None
         return self._heads(corpus, target, rows, trained)
 
     def write_text(self) -> Stage:
@@ -323,8 +321,7 @@ class Run:
                 )
             loaded = self._judged(corpus, target)
             if trained is None:
-                texts = None if rows is None else Rows.load(rows.folder)
-                drafter = make_drafter(self.recipe, loaded.target, texts)
+                drafter = make_drafter(self.recipe, loaded.target, rows and Rows.load(rows.folder))
                 measured = {"steps": 0, "seconds": 0.0, **loaded.validation(self.recipe)(drafter)}
             else:
                 found = trained.folder, trained.info
@@ -332,12 +329,11 @@ class Run:
             if adapted is not None:
                 measured = measured | {"adapted": adapted.info}
             metrics = trained.folder / METRICS if trained else None
-            data = rows.folder if rows else None
-            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics, data)
+            given = measured, folder, metrics, rows.folder if rows else None
+            return write_drafter(self.recipe, loaded, drafter, *given)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
-        made_of = trained or rows, adapted
-        reads = [corpus, target, *(stage for stage in made_of if stage is not None)]
+        reads = [corpus, target, *filter(None, (trained or rows, adapted))]
         return self.store.run("heads", settings, work, reads, resumable=True)
 
     def bench(self, artifact: Stage) -> Stage:

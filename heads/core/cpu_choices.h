@@ -111,14 +111,14 @@ static Best best_double(const double *scores, long count) {
 }
 
 // Scores [batch, score_rows, size] and positions [batch, position_rows], of which either is one row
-// for all `rows`; seeds [batch], or NULL for no noise; tokens [size], or NULL for 0, 1, …; out
-// [batch, rows, size], or NULL; best [batch, rows], or NULL.
+// for all `rows`; seeds [batch], or NULL for no noise; tokens [size], or [batch, rows, size] where each
+// row has its own, or NULL for 0, 1, …; out [batch, rows, size], or NULL; best [batch, rows], or NULL.
 typedef struct {
   const void *scores;
   const int64_t *seeds, *positions, *tokens;
   double *out;
   int64_t *best;
-  long batch, rows, size, score_rows, position_rows, stream, threads;
+  long batch, rows, size, score_rows, position_rows, own_tokens, stream, threads;
 } Choice;
 
 static Best chosen_in(const Choice *given, long row, long first, long count) {
@@ -131,7 +131,9 @@ static Best chosen_in(const Choice *given, long row, long first, long count) {
   place = text * given->position_rows + (given->position_rows > 1 ? own : 0);
   uint64_t position = mix((uint64_t)given->positions[place] + 1);
   uint64_t key = mix((uint64_t)given->seeds[text] + position * 0x9e3779b97f4a7c15ULL);
-  add_noise(scores, key, given->tokens ? given->tokens + first : NULL, first, given->stream, count, out);
+  const int64_t *tokens = given->tokens;
+  if (tokens) tokens += first + (given->own_tokens ? row * given->size : 0);
+  add_noise(scores, key, tokens, first, given->stream, count, out);
   if (given->best) return best_double(out, count);
 #endif
   return (Best){-INFINITY, 0, 0};

@@ -38,7 +38,7 @@ def with_noise(
     """Scores [B, M or 1, V] plus the noise of positions [B, M or 1]; None where no kernel fits.
 
     Args:
-        seeds: [B]; tokens: [V], or None for 0 … V - 1.
+        seeds: [B]; tokens: [V] or [B, M, V], or None for 0 … V - 1.
         first: added to tokens, see `Stream`.
         choose: whether the best tokens alone are asked for.
 
@@ -54,7 +54,8 @@ def with_noise(
     now = Choice(
         scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(),
         None if tokens is None else tokens.data_ptr(), None, None,
-        batch, rows, size, score_rows, position_rows, first, torch.get_num_threads(),
+        batch, rows, size, score_rows, position_rows, tokens is not None and tokens.dim() > 1,
+        first, torch.get_num_threads(),
     )  # fmt: skip
     if choose:
         made = torch.empty(batch, rows, dtype=torch.long)

@@ -88,7 +88,7 @@ class Choice(ctypes.Structure):
     _fields_ = [
         *((n, _POINTER) for n in ("scores", "seeds", "positions", "tokens", "out", "best")),
         *((n, _LONG) for n in ("batch", "rows", "size", "score_rows", "position_rows")),
-        ("stream", _LONG), ("threads", _LONG),
+        *((n, _LONG) for n in ("own_tokens", "stream", "threads")),
     ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Uniforms in (0, 1), float64 [B, M, V], keyed by (seed, position, token).
 
     Args:
-        seeds: [B] int64; tokens: [V] int64, ids.
+        seeds: [B] int64; tokens: [V] or [B, M, V] int64, ids.
         positions: [B, M] int64, the absolute position that the draw decides.
     """
     row = _splitmix(seeds.unsqueeze(1) + _splitmix(positions + 1) * _GOLDEN)  # [B, M]
@@ -90,7 +90,8 @@ def add_noise(
     """Scores [B, M or 1, V] plus the Gumbel noise of positions [B, M or 1]: [B, M, V] float64.
 
     Args:
-        seeds: [B]; tokens: [V] the ids that the columns stand for, 0 … V - 1 when None.
+        seeds: [B].
+        tokens: [V] or [B, M, V], the ids that the columns stand for; 0 … V - 1 when None.
     """
     if _has_kernels(scores):
         return _add_noise(scores, seeds, positions, tokens, stream)

@@ -32,12 +32,13 @@ def _mix(state):
 
 @triton.jit
 def _noisy(scores, seeds, positions, tokens, first, where, ok, row, rows, of_scores, of_positions,
-           width, NAMED: tl.constexpr):  # fmt: skip
+           width, NAMED: tl.constexpr, OWN: tl.constexpr):  # fmt: skip
     """Scores of columns `where` of a row, with their noise, in float64."""
     batch, place = row // rows, row % rows
     position = tl.load(positions + batch * of_positions + place % of_positions)
     key = _mix(tl.load(seeds + batch) + _mix(position + 1) * _GOLDEN)
-    token = tl.load(tokens + where, ok, 0) if NAMED else where.to(tl.int64)
+    names = tokens + row.to(tl.int64) * width if OWN else tokens
+    token = tl.load(names + where, ok, 0) if NAMED else where.to(tl.int64)
     bits = _mix(key + (token + first + 1) * _GOLDEN)
     uniform = (((bits >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16
     line = (batch * of_scores + place % of_scores).to(tl.int64) * width
@@ -47,11 +48,11 @@ def _noisy(scores, seeds, positions, tokens, first, where, ok, row, rows, of_sco
 
 @triton.jit(do_not_specialize=["stream", *_ROWS])
 def _add(scores, seeds, positions, tokens, out, stream, rows, of_scores, of_positions, width,
-         NAMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+         NAMED: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, where = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok, first = where < width, stream.to(tl.int64) << 40  # see `Stream.first`
     found = _noisy(scores, seeds, positions, tokens, first, where, ok, row, rows, of_scores,
-                   of_positions, width, NAMED)  # fmt: skip
+                   of_positions, width, NAMED, OWN)  # fmt: skip
     tl.store(out + row.to(tl.int64) * width + where, found, ok)
 
 
@@ -67,7 +68,7 @@ def _part(scores, seeds, positions, best, token, rows, of_scores, of_positions, 
         where = (part * steps + step) * BLOCK + tl.arange(0, BLOCK)
         ok = where < width
         found = _noisy(scores, seeds, positions, scores, 0, where, ok, row, rows, of_scores,
-                       of_positions, width, False)  # fmt: skip # type: ignore
+                       of_positions, width, False, False)  # fmt: skip # type: ignore
         none = tl.where(ok & (found != found), 1, none)
         more = ok & (found > most)
         most, places = tl.where(more, found, most), tl.where(more, where, places)
@@ -112,7 +113,7 @@ def add_noise(
     with launching_on(scores):
         kernel[len(scores) * rows, triton.cdiv(width, _BLOCK)](
             scores, seeds, positions, names, out, stream, *sizes, NAMED=tokens is not None,
-            BLOCK=_BLOCK,
+            OWN=tokens is not None and tokens.dim() > 1, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ from transformers.generation import logits_process as hf
 from .before import LENGTHS, OF_TEXT, Before, NGramsByRow, Unended, least_of, penalise
 from .best import best_of
 from .cpu_choices import best_tokens, with_noise
-from .noise import Stream, add_noise, best_with_noise, gumbel, uniform
+from .noise import Stream, add_noise, best_with_noise, uniform
 from .nucleus import warped
 from .row_settings import Biased, EachRow
 
@@ -240,12 +240,9 @@ class Sampling:
                 None.
         """
         assert self.seeds is not None
-        if tokens is not None and tokens.dim() > 1:
-            found = scores + gumbel(self.seeds, positions, tokens + stream.first)
-        else:
-            found = self._noisy(scores, positions, tokens, stream, False)
-            if found is None:
-                found = add_noise(scores, self.seeds, positions, tokens, stream)
+        found = self._noisy(scores, positions, tokens, stream, False)
+        if found is None:
+            found = add_noise(scores, self.seeds, positions, tokens, stream)
         if (greedy := self.greedy) is not None:
             found = torch.where(greedy.view(-1, 1, 1), scores.double(), found)
         return found

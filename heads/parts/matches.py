@@ -1,6 +1,6 @@
 """What drafters share that follow earlier text: matches, and what came after each of them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,10 +9,13 @@ from ..drafter import Drafter, Step, entries_at
 
 
 class MatchState:
-    """M matches of a round, and for the root and each of G nodes grown so far its depth and which
-    matches continue with the path to it."""
+    """M matches of a round, and for the root and each of G nodes grown so far its depth, which
+    matches continue with the path to it, and with which token each match would go on."""
+
+    scratch: ClassVar[tuple[str, ...]] = ("agrees", "following", "depth")
 
     agrees: Tensor  # [B, 1 + G, M] bool
+    following: Tensor  # [B, 1 + G, M]
     depth: Tensor  # [B, 1 + G]
 
 
@@ -31,19 +34,26 @@ class MatchDrafter(Drafter):
         """The root's proposals, of the matches that there are: [B, M] bool."""
         state.agrees = agrees.unsqueeze(1)
         state.depth = agrees.new_zeros(len(agrees), 1, dtype=torch.int64)
-        return self.proposals(state, self.after(state, state.depth), state.agrees)
+        state.following = self.after(state, state.depth)
+        return self.proposals(state, state.following, state.agrees)
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
         at = parent + 1  # entry 0 is the root
-        depth = state.depth.gather(1, at)  # [B, W]
-        agrees = entries_at(state.agrees, at)
-        agrees = agrees & (self.after(state, depth) == tokens.unsqueeze(-1))  # [B, W, M]
-        state.depth = torch.cat([state.depth, depth + 1], 1)
+        depth = state.depth.gather(1, at) + 1  # [B, W]
+        goes_on = entries_at(state.following, at) == tokens.unsqueeze(-1)
+        agrees = entries_at(state.agrees, at) & goes_on  # [B, W, M]
+        following = self.after(state, depth)
+        state.depth = torch.cat([state.depth, depth], 1)
         state.agrees = torch.cat([state.agrees, agrees], 1)
-        return self.proposals(state, self.after(state, depth + 1), agrees)
+        state.following = torch.cat([state.following, following], 1)
+        return self.proposals(state, following, agrees)
 
 
-def repeated(tokens: Tensor, agrees: Tensor) -> Tensor:
-    """Whether an earlier match that agrees has the same token: [B, W, M] -> [B, W, M]."""
-    same = tokens.unsqueeze(-1) == tokens.unsqueeze(-2)
-    return (same & agrees.unsqueeze(-2)).tril(-1).any(-1)
+def first_ones(same: Tensor, agrees: Tensor) -> Tensor:
+    """Which matches agree, and no earlier one of the same token does: [B, W, M, M], [B, W, M]."""
+    return agrees & ~(same & agrees.unsqueeze(-2)).tril(-1).any(-1)
+
+
+def same_tokens(tokens: Tensor) -> Tensor:
+    """Which matches go on with the same token, [B, W, M] -> [B, W, M, M]."""
+    return tokens.unsqueeze(-1) == tokens.unsqueeze(-2)

@@ -64,14 +64,15 @@ def test_noise_is_the_same(
         return ran[-1]
 
     monkeypatch.setattr("headstart.heads.core.sampling.with_noise", counted)
-    for tokens in (None, torch.randperm(size, generator=draws) + 7):
+    own = torch.randint(9 * size, (2, max(rows, places), size), generator=draws)
+    for tokens in (None, torch.randperm(size, generator=draws) + 7, own):
         for stream in Stream:
             given = scores, positions, tokens, stream
             found, known = ours.perturb(*given), torchs.perturb(*given)
             assert torch.equal(found.isinf(), known.isinf())
             torch.testing.assert_close(found, known, rtol=1e-13, atol=1e-13)
     assert torch.equal(ours.choose(scores, positions), torchs.choose(scores, positions))
-    assert len(ran) == 7 and all(each is not None for each in ran)
+    assert len(ran) == 10 and all(each is not None for each in ran)
 
 
 def test_scores_that_are_no_distribution_choose_nothing(kernel_type: torch.dtype) -> None:

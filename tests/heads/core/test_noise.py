@@ -43,7 +43,10 @@ def check_kernels(device: str = "cpu") -> int:
         scores, seeds, positions = (each.to(device) for each in case)
         width = scores.shape[-1]
         names = torch.randperm(200_000, device=device)[:width]
-        for tokens, stream in ((None, Stream.TARGET), (names, Stream.CHILDREN)):
+        rows = len(scores), max(scores.shape[1], positions.shape[1]), width
+        apart = torch.randint(200_000, rows, device=device)
+        streams = (None, Stream.TARGET), (names, Stream.CHILDREN), (apart, Stream.TARGET)
+        for tokens, stream in streams:
             own = kernels.add_noise(scores, seeds, positions, tokens, stream)
             true = noise._noisy(scores, seeds, positions, tokens, stream)
             torch.testing.assert_close(own, true, rtol=0, atol=TIES, equal_nan=True)
