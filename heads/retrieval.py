@@ -1,10 +1,10 @@
 """Retrieval: what followed in texts of the target where they read like the last tokens.
 
 No weights and no training steps (REST, He et al. 2024, arXiv 2311.08252; the tree of earlier
-answers of suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): a drafter is texts. They are kept
-one after another, and beside them, in the order of their contexts, the places before the tokens
-that the target wrote. A context is what leads up to a place, read backwards, so that contexts that
-end alike stand side by side:
+answers of suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): a drafter is what the target
+wrote, each part after the P tokens before it. These texts are kept one after another, and beside
+them, in the order of their contexts, the places before each token that was written. A context is
+what leads up to a place, read backwards, so that contexts that end alike stand side by side:
 
     place  0 1 2 3 4 5 6 7 8 9 10         in order   context         next token
     text   - a b c - a b d - b d              9      b -             d
@@ -17,7 +17,7 @@ of its match. After `… x a b` places 2 and 6 match two tokens and place 9 one:
 the votes, c two.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -57,7 +57,7 @@ class Retrieval(MatchDrafter):
     collects = True
 
     text: Tensor
-    """[P + 1 + N] int32, P + 1 times -1 at first, and -1 after each text."""
+    """[P + 1 + N] int32: P + 1 times -1, then the texts, with -1 after each."""
     order: Tensor
     """[places] int32, the places before the tokens that the target wrote, in order; see above."""
 
@@ -80,12 +80,12 @@ class Retrieval(MatchDrafter):
     def collect(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
         config, device = self.config, self.text.device
         first = config.max_match + 1
-        size, kept, places = first, [torch.full((first,), _END)], []
-        for tokens, supervised in texts:
+        kept, places, size = [torch.full((first,), _END)], [], first
+        for start, tokens in _written(texts, config.max_match):
             if size + len(tokens) + 1 - first > config.max_tokens:
                 break
-            kept += [tokens.long(), torch.tensor([_END])]
-            places.append(size - 1 + supervised.nonzero().squeeze(1))
+            kept += [tokens, torch.tensor([_END])]
+            places.append(size - 1 + torch.arange(start, len(tokens)))
             size += len(tokens) + 1
         text = torch.cat(kept)
         order = in_order(text, torch.cat(places), config.max_match) if places else text[:0]
@@ -159,6 +159,23 @@ class Retrieval(MatchDrafter):
             before = (keys.gather(-1, differs) < given.gather(-1, differs)).squeeze(-1)
             low = low + width * (before & (at < places)).sum(-1)
         return low
+
+
+def _written(texts: Iterable[tuple[Tensor, Tensor]], length: int) -> Iterator[tuple[int, Tensor]]:
+    """What is kept of texts: each run of tokens that may be proposed, after `length` others.
+
+    Returns:
+        Where the run begins in the tokens [n] int64.
+
+    >>> text, chosen = torch.tensor([5, 6, 7, 8, 9, 4, 3]), torch.tensor([0, 0, 1, 1, 0, 0, 1])
+    >>> [(start, tokens.tolist()) for start, tokens in _written([(text, chosen.bool())], 1)]
+    [(1, [6, 7, 8]), (1, [4, 3])]
+    """
+    for tokens, chosen in texts:
+        edges = torch.nn.functional.pad(chosen.int(), (1, 1)).diff().nonzero().squeeze(1)
+        for start, end in edges.view(-1, 2).tolist():
+            before = min(start, length)
+            yield before, tokens[start - before : end].long()
 
 
 def in_order(text: Tensor, places: Tensor, length: int) -> Tensor:

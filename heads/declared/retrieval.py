@@ -19,7 +19,7 @@ class RetrievalFields(Fields):
         max_match: P, how many of the last tokens are compared.
         matches: M, how many places of the kept text are followed.
         max_tokens: no more are kept of the texts that a drafter is made of.
-        tokens: N, how many are, with one between two texts.
+        tokens: N, how many are kept, one after each text included.
         places: how many of them may be proposed.
     """
 

@@ -5,6 +5,7 @@ headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --private
 """
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ _EXPORT = (
     f"BRANCH-FORMAT: {', '.join(_ENGINES)}"
 )
 
+_HOLDS_TEXT = (
+    "note: this drafter holds the texts that it was made of, with the last tokens of their "
+    "prompts; anyone who has it can read them"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -45,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
     check_name(options.artifact)
+    from headstart.heads import family
     from headstart.heads.artifacts.hub import export_branch, upload, upload_export
     from headstart.heads.artifacts.publish import clean_copy, public_target
+    from headstart.heads.artifacts.source import DrafterSource
     from headstart.heads.core.files import writing
 
     name, branch = _place(options)
@@ -63,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
             files = clean_copy(
                 options.artifact, folder, repository, options.target_name, options.license, lines
             )
+        if family(DrafterSource.of(options.artifact).manifest.family).collects:
+            print(_HOLDS_TEXT, file=sys.stderr)
         if options.dry_run:
             print(f"{repository} would hold\n")
             for path in files:

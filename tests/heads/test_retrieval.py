@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headstart
+from headstart.cli import main
 from headstart.heads import Manifest, OptionError, Step, fingerprint
 from headstart.heads.artifacts.saving import save_drafter
 from headstart.heads.retrieval import Retrieval, RetrievalConfig, in_order
@@ -52,8 +53,8 @@ class Reference:
     """Places and their matches by loops over the texts, as the module's docstring tells it."""
 
     def __init__(self, texts: list[list[int]], masks: list[list[bool]], longest: int):
-        self.places = [  # what leads up to a token that was written, and what follows
-            (text[:at], text[at:])
+        self.places = [  # what leads up to a token that was written, and what follows of it
+            (text[:at], text[at : [*mask, False].index(False, at)])
             for text, mask in zip(texts, masks, strict=True)
             for at in range(len(text))
             if mask[at]
@@ -91,7 +92,7 @@ def test_equals_the_reference(longest: int, branches: int, monkeypatch: pytest.M
     """Rows of different lengths, the root and a chain below it; as many matches as places."""
     monkeypatch.setattr("headstart.heads.retrieval._BRANCHES", branches)
     rng, seen = random.Random(longest), 0
-    for _ in range(6):
+    for _ in range(8):
         texts = [[rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(5)]
         masks = [[rng.random() < 0.7 for _ in text] for text in texts]
         reference = Reference(texts, masks, longest)
@@ -146,7 +147,9 @@ def test_places_are_ordered_by_their_contexts() -> None:
         assert contexts == sorted(contexts) and sorted(found.tolist()) == places
 
 
-def test_texts_are_saved_and_loaded(tmp_path: Path) -> None:
+def test_texts_are_saved_loaded_and_pushed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = drafter("retrieval", "tiny")
     manifest = Manifest("retrieval", "tiny-llama", fingerprint(tiny("llama")))
     save_drafter(found, tmp_path / "texts", manifest)
@@ -156,6 +159,9 @@ def test_texts_are_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.text, found.text) and torch.equal(loaded.order, found.order)
     out = speculator.generate(prompts([9])[0], max_new_tokens=30, do_sample=False)
     assert out.shape == (1, 39)
+    place = str(tmp_path / "texts")
+    assert main(["push", place, "org/name", "--target-name", "org/model", "--dry-run"]) == 0
+    assert "anyone who has it can read them" in capsys.readouterr().err
 
 
 TREES = ["chain:4", SPARSE, "best-first:9,3,4", "beam:3,4"]

@@ -41,7 +41,8 @@ def training_card(
     sources = ", ".join(f"`{part.source}`" for part in parts)
     on_hub = (hub_source(part) for part in parts)
     chosen, other_text = "tree was", sources
-    if family(manifest.family).trainable:
+    kind = family(manifest.family)
+    if kind.trainable:
         rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
         chosen = "checkpoint and the tree were"
         other_text += ", which it was trained on"
@@ -58,6 +59,11 @@ def training_card(
             f"target's loss on {loss['tokens']} held-out tokens, base to adapted",
             f"{loss['base']:.4f} to {loss['adapted']:.4f} ({change})",
         ))  # fmt: skip
+    if kind.collects:
+        output += (
+            "\n\n**It holds the texts that it was made of**: what the target wrote, and the last\n"
+            "tokens of the prompts before. Anyone who has the drafter can read them."
+        )
     if "machine" in measured:
         rows.append(("measured on", f"{measured['machine']}, {measured['dtype']}"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
