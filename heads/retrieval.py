@@ -175,7 +175,7 @@ def _written(texts: Iterable[tuple[Tensor, Tensor]], length: int) -> Iterator[tu
         edges = torch.nn.functional.pad(chosen.int(), (1, 1)).diff().nonzero().squeeze(1)
         for start, end in edges.view(-1, 2).tolist():
             before = min(start, length)
-            yield before, tokens[start - before : end].long()
+            yield before, tokens[start - before : end].long().cpu()
 
 
 def in_order(text: Tensor, places: Tensor, length: int) -> Tensor:

@@ -63,7 +63,8 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     """A drafter of that family beside a target, on its device and in its dtype.
 
     A trimmed vocabulary never has more than a quarter of the target's. Weights that start as zeros
-    are drawn too: products of zeros may run faster than others.
+    are drawn too: products of zeros may run faster than others. One that is made of texts is made
+    of a million random tokens.
     """
     kind = family(name)
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
@@ -78,6 +79,9 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
         for weights in drafter.parameters():
             if not weights.any():
                 weights.normal_(std=0.02)
+    if drafter.collects:
+        text = torch.randint(config.vocab_size, (1000, 1000))
+        drafter.collect((row, torch.ones_like(row).bool()) for row in text)
     return drafter.eval().bind(target)
 
 
