@@ -155,7 +155,7 @@ class Drafter(StoredDrafter):
         return self
 
     def collect(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Replace what the drafter is made of, where it `collects`.
+        """Replace what the drafter is made of, where it `collects`; not while it decodes.
 
         Args:
             texts: the tokens of each, [L] int, and which of them it may propose, [L] bool.

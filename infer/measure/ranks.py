@@ -151,7 +151,7 @@ def _rank(step: Step, scores: Tensor | None, wanted: Tensor) -> Tensor:
         scores: see `Children.scores`.
     """
     if step.ids is not None:
-        hit = step.ids[:, 0] == wanted.unsqueeze(1)  # [B, k]
+        hit = step.top(step.ids.shape[-1], scores)[:, 0] == wanted.unsqueeze(1)  # [B, k]
         return torch.where(hit.any(1), hit.byte().argmax(1), MISSED)
     given: Any = step.logits if scores is None else scores
     logits, column, known = given[:, 0], wanted, torch.ones_like(wanted).bool()

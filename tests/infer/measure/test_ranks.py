@@ -70,7 +70,7 @@ def test_replaying_is_what_the_loop_does(shape: str, mode: str) -> None:
         assert drafter.checks > NEW
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "draft_model", "lookup"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "draft_model", "lookup", "retrieval"])
 def test_so_it_is_with_the_noise_of_sampled_text(name: str) -> None:
     drafter = families.drafter(name, "tiny")
     model = drafter.target
@@ -161,6 +161,9 @@ def test_ranks_of_lists_and_of_narrow_vocabularies() -> None:
     wanted = torch.tensor([7, 9, 3])
     ids = torch.tensor([[[7, 1]], [[1, 9]], [[1, -1]]])
     assert _rank(Step(ids=ids), None, wanted).tolist() == [0, 1, MISSED]
+    backwards = torch.arange(ids.shape[-1]).expand(ids.shape)  # such as after the noise of a text
+    last = ids.shape[-1] - 1
+    assert _rank(Step(ids=ids), backwards, wanted).tolist() == [last, last - 1, MISSED]
     logits = torch.tensor([[[3.0, 1.0, 2.0]]]).expand(3, -1, -1)
     vocabulary = torch.tensor([3, 7, 8])
     assert _rank(Step(logits, vocabulary), None, wanted).tolist() == [2, MISSED, 0]
