@@ -5,7 +5,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -222,6 +222,17 @@ class Speculator(DecodingMethod):
         spare.target, spare.graphs = self.target.spare(), None
         spare._lock, spare._decodes = threading.RLock(), False
         return spare
+
+    def __copy__(self) -> "Speculator":
+        found: Any = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        return found
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Speculator cannot be pickled or deep-copied, since it has locks and captured "
+            "rounds; load it in each process with headstart.load."
+        )
 
     def __repr__(self) -> str:
         names = [type(each).__name__ for each in self.drafters.drafters]

@@ -103,8 +103,13 @@ probability = _number(float, lambda p: 0 < p <= 1, "a number above 0, at most 1"
 
 
 def dtype(text: str) -> str:
-    """The name of a type that models compute in."""
+    """The name of a type that models compute in.
+
+    >>> dtype("bf16")
+    'bfloat16'
+    """
     known = ("auto", "float64", "float32", "bfloat16", "float16")
+    text = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text)
     if text not in known:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected one of: {', '.join(known)}")
     return text

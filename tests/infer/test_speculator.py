@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 from itertools import product
 from pathlib import Path
@@ -613,3 +614,10 @@ def test_a_dropped_speculator_leaves_no_hook_on_the_target() -> None:
     del ours
     gc.collect()
     assert hooks() == 0
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.deepcopy])
+def test_it_says_that_it_cannot_be_sent_to_another_process(take: Any) -> None:
+    with pytest.raises(TypeError, match=r"load it in each process with headstart\.load") as caught:
+        take(speculator(prompts([6])[0]))
+    one_line(caught.value)
