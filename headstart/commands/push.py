@@ -64,14 +64,15 @@ def run(options: argparse.Namespace) -> int:
         folder, lines = Path(scratch) / "artifact", {}
         folder.mkdir()
         with writing("the copy to push", folder, remedy):
+            source = DrafterSource.of(options.artifact)
             if options.export:
-                target = public_target(options.artifact, options.target_name)
+                target = public_target(source, options.target_name)
                 with quiet_stdout():
                     lines = _export(options, Path(scratch), target, name, branch)
             files = clean_copy(
-                options.artifact, folder, repository, options.target_name, options.license, lines
+                source, folder, repository, options.target_name, options.license, lines
             )
-        if family(DrafterSource.of(options.artifact).manifest.family).collects:
+        if family(source.manifest.family).collects:
             print(_HOLDS_TEXT, file=sys.stderr)
         if options.dry_run:
             print(f"{repository} would hold\n")
