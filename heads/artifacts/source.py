@@ -169,7 +169,9 @@ class DrafterSource:
         pairs = [("target", manifest.target_fingerprint, fingerprint(target))]
         if tokenizer is not None and manifest.tokenizer_hash:
             pairs.append(("tokenizer", manifest.tokenizer_hash, tokenizer_hash(tokenizer)))
-        at = f" at revision {manifest.target_revision}" if manifest.target_revision else ""
+        name = manifest.target
+        if manifest.target_revision:
+            name += f" at revision {manifest.target_revision}"
         for what, expected, found in pairs:
             if expected != found:
                 remedy = f"load the {what} it was trained for, or train a drafter for this one"
@@ -177,7 +179,7 @@ class DrafterSource:
                     remedy = "float16 rounds some weights otherwise: load it as bfloat16 or float32"
                 raise ArtifactError(
                     f"{self.folder} was trained for another {what}: expected fingerprint "
-                    f"{expected[:12]} ({manifest.target}{at}), found {found[:12]}; {remedy}."
+                    f"{expected[:12]} ({name}), found {found[:12]}; {remedy}."
                 )
 
     def check_files(self) -> Path:

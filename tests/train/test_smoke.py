@@ -33,6 +33,7 @@ CASES = [
     "mtp+mistral-7b+1x80gb",
     "lookup+mistral-7b+1x80gb",
     "recycling+qwen3-8b+1x80gb",
+    "retrieval+llama-3.1-8b+1x80gb",
 ]
 
 STAGES = ("corpus", "target", "distill", "train", "heads")
@@ -47,14 +48,15 @@ def run(name: str, folder: Path, *overrides: str) -> Path:
 def check(name: str, root: Path, *overrides: str) -> None:
     recipe = load_recipe(name, overrides)
     stages = {name for name in STAGES if (root / name / "stage.json").exists()}
-    trainable = family(recipe.drafter.family).trainable
-    assert stages == {"corpus", "target", "heads", *(["distill", "train"] if trainable else [])}
+    kind = family(recipe.drafter.family)
+    learns = ["distill"] * kind.learns() + ["train"] * kind.trainable
+    assert stages == {"corpus", "target", "heads", *learns}
     manifest = json.loads((root / "heads" / "headstart.json").read_text())
     assert manifest["family"] == recipe.drafter.family
-    assert manifest["metrics"]["steps"] == (4 if trainable else 0)
+    assert manifest["metrics"]["steps"] == (4 if kind.trainable else 0)
     assert 1 <= manifest["metrics"]["tau"] < 9
     DrafterSource(root / "heads").check_files()
-    if trainable:
+    if kind.trainable:
         assert (root / "heads" / "metrics.jsonl").is_file()
         plotted = "](metrics.png)" in (root / "heads" / "README.md").read_text()
         assert plotted == (root / "heads" / "metrics.png").is_file()
