@@ -1,6 +1,7 @@
 """Run by an interpreter that has speculators: logits of exported heads, and heads of its own.
 
-    speculators_logits.py eagle|eagle3|peagle|dflash|dspark|mtp FOLDER
+It takes its work from standard input, a JSON list a line of a family (`eagle`, `eagle3`, `peagle`,
+`dflash`, `dspark` or `mtp`) and a FOLDER, and writes a line when it is done: empty, or what failed.
 
 Of each folder FOLDER/read/NAME, the head in `out` gets the features and tokens of `in.pt`, as T
 pairs; the logits [N, Vd] are written to `logits.pt`, and [2, N] to `places.pt`: the pair at which
@@ -13,6 +14,7 @@ weights is saved in FOLDER/write/NAME, with what `read` has beside it.
 import importlib
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -194,4 +196,12 @@ def save(case: Path, logits: torch.Tensor, places: torch.Tensor) -> None:
     torch.save(places, case / "places.pt")
 
 
-main(sys.argv[1], Path(sys.argv[2]))
+said, sys.stdout = sys.stdout, sys.stderr  # where the library prints
+for line in sys.stdin:
+    try:
+        family, folder = json.loads(line)
+        main(family, Path(folder))
+        failure = ""
+    except Exception:
+        failure = json.dumps(traceback.format_exc()[-3000:])
+    print(failure, file=said, flush=True)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,24 @@ def pairs(drafter: Any, features: torch.Tensor, tokens: torch.Tensor, depths: in
     return torch.stack([drafter.draft_logits(k + 1)(states[k]) for k in range(depths)])
 
 
-def run(kind: str, folder: Path, path: str = "") -> None:
-    """Run the library on a folder, see `speculators_logits.py`."""
+@cache
+def process(path: str) -> Any:
+    """One of the library for all tests, which takes long to import; it ends with its input."""
     script = Path(__file__).with_name("speculators_logits.py")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    command = [str(SPECULATORS), str(script), kind, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    return subprocess.Popen(
+        [str(SPECULATORS), str(script)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True,
+    )  # fmt: skip
+
+
+def run(kind: str, folder: Path, path: str = "") -> None:
+    """Run the library on a folder, see `speculators_logits.py`."""
+    library = process(path)
+    print(json.dumps([kind, str(folder)]), file=library.stdin, flush=True)
+    failure = library.stdout.readline()
+    assert failure == "\n", json.loads(failure) if failure else "its process has ended"
 
 
 def layer(target: Any) -> dict[str, Any]:
