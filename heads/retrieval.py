@@ -17,6 +17,7 @@ of its match. After `… x a b` places 2 and 6 match two tokens and place 9 one:
 the votes, c two.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -27,6 +28,8 @@ from transformers import PreTrainedModel
 from .declared.retrieval import RetrievalFields
 from .drafter import DrafterConfig, Step
 from .parts.matches import MatchDrafter, MatchState, first_ones, same_tokens
+
+logger = logging.getLogger(__name__)
 
 _BRANCHES = 64  # into which a step of the search divides what is left
 _END, _BEFORE = -1, -2  # between two texts, and before a request's first token
@@ -83,6 +86,10 @@ class Retrieval(MatchDrafter):
         kept, places, size = [torch.full((first,), _END)], [], first
         for start, tokens in _written(texts, config.max_match):
             if size + len(tokens) + 1 - first > config.max_tokens:
+                logger.warning(
+                    f"drafter.max_tokens is {config.max_tokens}: of the texts, those after the "
+                    f"first {size - first} tokens are left out."
+                )
                 break
             kept += [tokens, torch.tensor([_END])]
             places.append(size - 1 + torch.arange(start, len(tokens)))

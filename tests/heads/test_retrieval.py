@@ -129,8 +129,9 @@ def test_what_is_committed_is_remembered_and_ended_rows_change_nothing() -> None
     assert state.recent[0].tolist() == [1, 2, 3, 4] and state.recent[1].tolist()[-2:] == [8, 1]
 
 
-def test_no_more_texts_are_kept_than_fit() -> None:
+def test_no_more_texts_are_kept_than_fit(caplog: pytest.LogCaptureFixture) -> None:
     found = made([[1, 2, 3], [4, 5, 6], [7, 8, 9]], max_tokens=8)
+    assert "after the first 8 tokens are left out" in caplog.text
     assert (found.config.tokens, found.config.places) == (8, 6)
     assert chances(begun(found, [4, 5])[1]) == {6: 1.0} and chances(begun(found, [0, 8])[1]) == {}
     nothing = made([])
