@@ -5,14 +5,13 @@ headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --private
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from headstart.inputs import check_name, load_speculator
 from headstart.licenses import license_id
-from headstart.terminal import UsageError, quiet_stdout, visible
+from headstart.terminal import UsageError, quiet_stdout, tell, visible
 
 from . import options as shared
 
@@ -30,8 +29,8 @@ _EXPORT = (
 )
 
 _HOLDS_TEXT = (
-    "note: this drafter holds the texts that it was made of, with the last tokens of their "
-    "prompts; anyone who has it can read them"
+    "This drafter holds the texts that it was made of, with the last tokens of their prompts: "
+    "anyone who has it can read them."
 )
 
 
@@ -73,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
                 source, folder, repository, options.target_name, options.license, lines
             )
         if family(source.manifest.family).collects:
-            print(_HOLDS_TEXT, file=sys.stderr)
+            tell([_HOLDS_TEXT])
         if options.dry_run:
             print(f"{repository} would hold\n")
             for path in files:
