@@ -57,7 +57,7 @@ class Retrieval(MatchDrafter):
 
     config_class = RetrievalConfig
     config: RetrievalConfig
-    collects = True
+    collects = RetrievalConfig.collects
 
     text: Tensor
     """[P + 1 + N] int32: P + 1 times -1, then the texts, with -1 after each."""

@@ -40,6 +40,9 @@ class Fields:
     RANGES: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Ranges, see `_RANGES`, and the numbers among the options that must be in them."""
 
+    collects: ClassVar[bool] = False
+    """Whether such drafters are made of texts of the target, see `Drafter.collect`."""
+
     @classmethod
     def check_names(cls, family: str, options: Iterable[str]) -> None:
         """Refuse options that the family does not have, with an OptionError."""

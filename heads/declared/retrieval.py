@@ -30,6 +30,7 @@ class RetrievalFields(Fields):
     tokens: int = 0
     places: int = 0
 
+    collects: ClassVar = True
     OPTIONS: ClassVar = ("max_match", "matches", "max_tokens")
 
     def validate_retrieval(self) -> None:

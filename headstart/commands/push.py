@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
     check_name(options.artifact)
-    from headstart.heads import family
     from headstart.heads.artifacts.hub import export_branch, upload, upload_export
     from headstart.heads.artifacts.publish import clean_copy, public_target
     from headstart.heads.artifacts.source import DrafterSource
     from headstart.heads.core.files import writing
+    from headstart.heads.families import declared_by
 
     name, branch = _place(options)
     repository = f"{name}@{branch}" if branch else name
@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
             files = clean_copy(
                 source, folder, repository, options.target_name, options.license, lines
             )
-        if family(source.manifest.family).collects:
+        declared = declared_by(source.manifest.family)
+        if declared is not None and declared.collects:
             tell([_HOLDS_TEXT])
         if options.dry_run:
             print(f"{repository} would hold\n")

@@ -18,6 +18,7 @@ def test_a_record_fits_its_class(name: str) -> None:
     assert set(FAMILIES[name].large) <= set(kind.config_class.OPTIONS)
     kind.config_class.for_target(tiny("llama"), **FAMILIES[name].small)
     assert issubclass(kind, TrainableDrafter) == kind.trainable
+    assert kind.collects == kind.config_class.collects
     assert kind.learns() == (kind.trainable or kind.collects) == (not kind.weightless)
 
 

@@ -213,6 +213,7 @@ def alone(arguments: list[str], folder: Path) -> tuple[int, str, set[str], float
         (["train", "quickstrat"], 2), (["train", "quickstart", "drafter.family=medusaa"], 2),
         (["train", "quickstart", "drafter.hedas=3"], 2), (["train", "quickstart", "x"], 2),
         (["train", "quickstart", "drafter.heads=1000000"], 2), (["check", "quickstrat"], 2),
+        (["push", "heads", "org/name", "--target-name", "org/model", "--dry-run"], 0),
         (["push", "./none", "org/name"], 2), (["export", "./none", "out", "--to", "vllm"], 2),
     ],
     ids=lambda each: " ".join(each)[:40] if isinstance(each, list) else "",
