@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import headstart
-from benchmarks.stories import OPENINGS
+from benchmarks.stories import story_writer
 from headstart.heads import load_drafter
 from headstart.heads.recycling import Recycling, RecyclingState
 from headstart.infer import Speculator, Union, parse_tree
@@ -41,11 +40,7 @@ class RootsAlone(Recycling):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target")
-    loaded = headstart.load(parser.parse_args().target, compile=False)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    assert tokenizer is not None
-    model.generation_config.eos_token_id = None
-    prompts = [torch.tensor(tokenizer(text)["input_ids"]) for text in OPENINGS]
+    model, prompts = story_writer(parser.parse_args().target)
 
     def made(kind: type[Recycling] = Recycling, **options: Any) -> Recycling:
         config: Any = kind.config_class

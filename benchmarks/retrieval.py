@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import headstart
-from benchmarks.stories import OPENINGS
+from benchmarks.stories import story_writer
 from headstart.heads import load_drafter
 from headstart.heads.retrieval import Retrieval
 from headstart.infer import Speculator
@@ -43,11 +42,7 @@ def stories(model: Any, count: int, temperature: float) -> list[tuple[Tensor, Te
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target")
-    loaded = headstart.load(parser.parse_args().target, compile=False)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    assert tokenizer is not None
-    model.generation_config.eos_token_id = None
-    prompts = [torch.tensor(tokenizer(text)["input_ids"]) for text in OPENINGS]
+    model, prompts = story_writer(parser.parse_args().target)
 
     def made(texts: Sequence[Any], **options: Any) -> Retrieval:
         config: Any = Retrieval.config_class

@@ -1,4 +1,11 @@
-"""Openings of stories, for benchmarks with a model that was trained on stories."""
+"""A model that writes stories, and openings of stories for it to continue."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headstart
 
 OPENINGS = (
     "Once upon a time, there was a little girl named Lily. She loved to play with her dog in the "
@@ -15,3 +22,12 @@ OPENINGS = (
     "In a small town there was a kind baker named Joe.",
     "The little fish wanted to see the world outside the pond.",
 )
+
+
+def story_writer(name: str) -> tuple[Any, list[Tensor]]:
+    """A model, which no token ends the texts of, and the tokens [P] of each opening."""
+    loaded = headstart.load(name, compile=False)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    assert tokenizer is not None
+    model.generation_config.eos_token_id = None
+    return model, [torch.tensor(tokenizer(text)["input_ids"]) for text in OPENINGS]
