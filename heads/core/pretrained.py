@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -186,7 +187,9 @@ def language_model_in(model: Any) -> PreTrainedModel:
     return model.get_base_model()
 
 
-def end_tokens(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer, by the model's generation config."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
+def end_tokens(model: PreTrainedModel, asked: GenerationConfig | None = None) -> set[int]:
+    """The tokens that end an answer, by a request's generation config, or else the model's own."""
+    ends = getattr(asked, "eos_token_id", None)
+    if ends is None:
+        ends = getattr(model.generation_config, "eos_token_id", None)
     return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}

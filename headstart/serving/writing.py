@@ -110,10 +110,7 @@ class Writer:
 
     def ends(self, config: Any) -> set[int]:
         """The tokens that end an answer."""
-        own = config.eos_token_id
-        if own is None:
-            return end_tokens(self._batcher.model)
-        return {own} if isinstance(own, int) else {*own}
+        return end_tokens(self._batcher.model, config)
 
     def generate(self, *, generation_config: Any, **inputs: Any) -> Any:
         """The text [1, P + new] of a request, which may have waited for others before."""
