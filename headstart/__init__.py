@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headstart.heads import Drafter as Drafter
     from headstart.heads import DrafterConfig as DrafterConfig
     from headstart.infer import Batcher as Batcher
+    from headstart.infer import Grammar as Grammar
     from headstart.infer import Recorder as Recorder
     from headstart.infer import Speculator as Speculator
     from headstart.infer import load as load
@@ -19,10 +20,13 @@ __version__ = "0.1.0.dev0"
 
 _LAYER_OF = {
     **dict.fromkeys(("Drafter", "DrafterConfig"), "heads"),
-    **dict.fromkeys(("Batcher", "Recorder", "Speculator", "load"), "infer"),
+    **dict.fromkeys(("Batcher", "Grammar", "Recorder", "Speculator", "load"), "infer"),
 }
 
-__all__ = ["Batcher", "Drafter", "DrafterConfig", "Recorder", "Speculator", "__version__", "load"]
+__all__ = [
+    "Batcher", "Drafter", "DrafterConfig", "Grammar", "Recorder", "Speculator", "__version__",
+    "load",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
+from headstart.heads.core.errors import brief
 
 from .generate_options import (
     GenerateOptions,
@@ -26,6 +27,7 @@ from .generate_options import (
     check_not_empty,
     without_stop_strings,
 )
+from .grammars import Grammar, GrammarProcessor, GrammarTokens
 from .stats import Stats
 
 
@@ -45,13 +47,14 @@ class DecodingMethod(ABC):
     """A decoding method: `generate` hands it prompts, processors and criteria, see `__call__`.
 
     Attributes:
-        tokenizer: only needed for `stop_strings`.
+        tokenizer: only needed for `stop_strings` and a `grammar`.
         stats: what the last call did.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     stats: Stats
     _last_criterion: tuple[Any, StopStringCriteria] | None = None  # and what it was made of
+    _last_tokens: tuple[Any, GrammarTokens] | None = None
 
     def _criterion_of(
         self, tokenizer: PreTrainedTokenizerBase, strings: str | list[str]
@@ -62,6 +65,16 @@ class DecodingMethod(ABC):
         made_of, last = (tokenizer, len(tokenizer), repr(strings)), self._last_criterion
         if last is None or last[0] != made_of:
             self._last_criterion = last = made_of, StopStringCriteria(tokenizer, strings)
+        return last[1]
+
+    def _tokens_of(
+        self, tokenizer: PreTrainedTokenizerBase | None, ends: list[int]
+    ) -> GrammarTokens:
+        """The last ones again where they were made of the same, since that too takes a while."""
+        made_of = tokenizer, tokenizer is None or len(tokenizer), ends
+        last = self._last_tokens
+        if last is None or last[0] != made_of:
+            self._last_tokens = last = made_of, GrammarTokens(tokenizer, ends)
         return last[1]
 
     @property
@@ -130,7 +143,8 @@ class DecodingMethod(ABC):
                 `logits_processor`, `stopping_criteria`, `num_return_sequences`,
                 `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
                 `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
-                one for the batch or one per row, which makes sampling repeatable.
+                one for the batch or one per row, which makes sampling repeatable; and a `grammar`,
+                a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`).
 
         Returns:
             [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with
@@ -157,6 +171,12 @@ class DecodingMethod(ABC):
         if given.get("temperature") == 0 and given.get("do_sample"):
             given.set(do_sample=False, temperature=1.0)
         given.take_stop_strings(tokenizer, self._criterion_of)
+        if (grammar := options.pop("grammar", None)) is not None:
+            if not isinstance(grammar, Grammar):
+                raise OptionError(f"grammar is {brief(repr(grammar))}; expected a Grammar.")
+            tokens = self._tokens_of(tokenizer, given.end_tokens())
+            width = 1 if input_ids is None else input_ids.shape[1]
+            given.add_processor(GrammarProcessor(grammar, tokens, width))
         if input_ids is not None and "inputs_embeds" not in options:
             check_not_empty(input_ids)
         if given.get("max_new_tokens") == 0 and input_ids is not None:

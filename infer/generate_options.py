@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
     PreTrainedModel,
@@ -112,6 +113,17 @@ class GenerateOptions:
         self.set(stop_strings=None)
         self.options.pop("stop_strings", None)
 
+    def add_processor(self, processor: LogitsProcessor) -> None:
+        """Apply a logits processor after those of the call."""
+        processors = LogitsProcessorList(self.options.pop("logits_processor", None) or [])
+        processors.append(processor)
+        self.options["logits_processor"] = processors
+
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text."""
+        eos = self.get("eos_token_id")
+        return torch.as_tensor([] if eos is None else eos).flatten().tolist()
+
     def check_padding(self, ids: Tensor | None) -> None:
         """Refuse prompts [B, P] that look padded on the right, with no mask to say so.
 
@@ -119,8 +131,7 @@ class GenerateOptions:
         """
         if ids is None or len(ids) < 2 or self.options.get("attention_mask") is not None:
             return
-        eos, pad = self.get("eos_token_id"), self.get("pad_token_id")
-        eos = torch.as_tensor([] if eos is None else eos).flatten().tolist()
+        eos, pad = self.end_tokens(), self.get("pad_token_id")
         pad = eos[0] if pad is None and eos else pad
         if pad in eos and ids.shape[1] and bool((ids[:, -1] == pad).any()):
             raise OptionError(

@@ -1,6 +1,7 @@
 """Names of `infer`, whose modules import torch; the package imports this file on first use."""
 
 from .batcher import Batcher
+from .grammars import Grammar
 from .loading import load
 from .loop import Decoding
 from .recorder import Recorder

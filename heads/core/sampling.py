@@ -1,6 +1,7 @@
 """From logits to scores, distributions and tokens, the same for target and drafter."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,17 @@ STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
 )  # fmt: skip
 """Those that count on one call for each token of the text, in order, for the whole batch."""
+
+
+class OfRows(LogitsProcessor, ABC):
+    """A processor that looks at each row's text by itself, and may leave rows out."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        return self.of_rows(input_ids, scores, None)
+
+    @abstractmethod
+    def of_rows(self, ids: Tensor, scores: Tensor, rows: Sequence[bool] | None) -> Tensor:
+        """Scores [B, V] after texts [B, T]; only `rows` matter, all when None."""
 
 
 def read_on_device(
@@ -191,13 +203,16 @@ class Sampling:
         """Apply every processor to logits [B, V] after `prefix` [B, T], in `dtype`.
 
         Args:
-            rows: the rows that hold a true text, all when None; a `prefix_allowed_tokens_fn` is
-                called for those alone.
+            rows: the rows that hold a true text, all when None; a `prefix_allowed_tokens_fn` and
+                processors `OfRows` are asked about those alone.
         """
         scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
         for item in self.processors or ():
             if type(item) in WARPERS:
                 scores = warped(item, scores)
+                continue
+            if isinstance(item, OfRows):
+                scores = item.of_rows(prefix, scores, rows)
                 continue
             if rows is not None and type(item) is hf.PrefixConstrainedLogitsProcessor:
                 item = only_rows(item, rows, scores.shape[-1])

@@ -28,6 +28,9 @@ _CHAT = (
     "holds one conversation (messages or turns)"
 )
 
+_SCHEMA = "write JSON that the JSON schema in FILE describes"
+_REGEX = "write a text that this regular expression matches from beginning to end"
+
 _NO_PROMPT = "no prompt; give --prompt or --file, or pipe the text in"
 _TAIL = 200  # characters of the prompt's last line that --show repeats
 
@@ -42,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", metavar="N", type=shared.positive, help=shared.LENGTH)
     add("--show", action="store_true", help=shared.SHOW)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", type=Path, help=_SCHEMA)
+    form.add_argument("--regex", metavar="PATTERN", help=_REGEX)
     shared.add_sampling_arguments(parser)
     shared.add_drafting_arguments(parser)
     shared.add_loading_arguments(parser)
@@ -51,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """Read the prompt, load the models and stream what they write."""
     sampling = shared.sampling(options)
     check_record(options.record)
+    if (grammar := _read_grammar(options)) is not None:
+        sampling["grammar"] = grammar
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
     encoded: list[Any] = []
@@ -134,6 +142,23 @@ def _read_prompt(options: argparse.Namespace) -> str:
     if not text.strip():
         raise UsageError(f"{source}: the prompt is empty; give at least one word")
     return text
+
+
+def _read_grammar(options: argparse.Namespace) -> Any:
+    """The form of --json-schema or --regex; None without them."""
+    if options.regex is options.json_schema is None:
+        return None
+    from headstart.infer import Grammar
+
+    if (file := options.json_schema) is None:
+        return Grammar.regex(options.regex)
+    try:
+        return Grammar.json_schema(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        said = getattr(error, "strerror", None) or "not valid UTF-8 text"
+        raise UsageError(f"--json-schema {file}: {said}; expected a file of JSON") from None
+    except ValueError as error:
+        raise UsageError(f"--json-schema {file}: {error}") from None
 
 
 def _read_chat(options: argparse.Namespace) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from .shapes import check_shapes, shown, wrong
 
 Body = Mapping[str, Any]
 
-EXTRA = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs")
+EXTRA = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "structured_outputs")
 """Fields that are taken beside those of the protocol, by each endpoint."""
 
 _TEMPLATE = "give chat_template_kwargs, if the model's template has a setting for this"
@@ -38,8 +38,7 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (lambda text: text == "", "put it into the prompt, in the model's own form"),
     "presence_penalty": (lambda value: value == 0, _PENALTY),
     "frequency_penalty": (lambda value: value == 0, _PENALTY),
-    "response_format": (lambda of: of == {"type": "text"}, "describe the form in a message"),
-    "text": (lambda of: _form(of) == "text", "describe the form in a message"),
+    "text": (lambda of: of.get("verbosity") is None, _TEMPLATE),
     "verbosity": (lambda of: False, _TEMPLATE),
     "modalities": (lambda of: of == ["text"], _TEXT_ALONE),
     "audio": (lambda of: False, _TEXT_ALONE),
@@ -137,11 +136,3 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
         )
     if body.get("tools") and "tools" not in str(template):
         raise ValueError("the target's chat template has no place for tools; leave them out")
-
-
-def _form(text: Body) -> Any:
-    """What `text` of /v1/responses asks for: the type of its format, unless it asks for more."""
-    form = text.get("format") or {"type": "text"}
-    if text.get("verbosity") is not None or not isinstance(form, dict):
-        return None
-    return form.get("type", "text")

@@ -15,6 +15,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
 from .asked import EXTRA, check_asked, check_fields
+from .forms import answer_form
 from .shapes import biases_of, calls_of, stops_of, without_nulls
 from .stops import before_stop
 from .writing import ASKED, Asked, said_of
@@ -45,6 +46,7 @@ class _Own(BaseHandler):
     raises_errors = True
     _config: Any = None  # of the request's generation
     _asked = Asked()
+    _grammar: Any = None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         body = {"stream": False, **without_nulls(body)}
@@ -60,9 +62,10 @@ class _Own(BaseHandler):
         super()._validate_request({k: v for k, v in body.items() if k not in EXTRA})
         if self.asked_in not in body:
             raise ValueError(f"{self.asked_in} is missing; expected what is to be answered")
-        _, tokenizer = model.load_model_and_processor()
+        target, tokenizer = model.load_model_and_processor()
         check_asked(body, getattr(tokenizer, "chat_template", None), model.vocabulary)
         model.bounds.check_prompt(body)
+        self._grammar = answer_form(body, tokenizer, target)
 
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
         chat = body.get("messages")
@@ -86,7 +89,7 @@ class _Own(BaseHandler):
         config.stop_strings = None
         if biases := biases_of(body):
             config.sequence_bias = {(int(token),): bias for token, bias in biases.items()}
-        self._asked = Asked(body.get("seed"), chat, "prompt" in body, tuple(stops))
+        self._asked = Asked(body.get("seed"), chat, "prompt" in body, tuple(stops), self._grammar)
         setattr(config, ASKED, self._asked)
         self._config = config
         return config

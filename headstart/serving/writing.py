@@ -27,7 +27,7 @@ from headstart.train.figures.pieces import context_of, continued
 from .stops import AtStop, UntilStop, before_stop
 
 if TYPE_CHECKING:
-    from headstart.infer import Batcher, Recorder
+    from headstart.infer import Batcher, Grammar, Recorder
 
 ASKED = "headstart_asked"
 """An attribute of a request's generation config, of the type `Asked`."""
@@ -43,6 +43,7 @@ class Asked(NamedTuple):
     chat: list[dict[str, Any]] | None = None
     continues: bool = False  # the prompt's text, rather than answer a chat
     stops: tuple[str, ...] = ()  # strings that end the answer, none of them empty
+    grammar: Grammar | None = None  # the answer's form
 
 
 def asked_of(config: Any) -> Asked:
@@ -121,6 +122,8 @@ class Writer:
             inputs["chats"] = None if asked.chat is None else [asked.chat]
         if asked.seed is not None:
             inputs["seed"] = asked.seed
+        if asked.grammar is not None:
+            inputs["grammar"] = asked.grammar
         # A request's stop strings, or the model's own, are among its criteria.
         found = decode(generation_config=generation_config, stop_strings=None, **inputs)
         stats = self._batcher.stats

@@ -25,7 +25,6 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
             "tool_choice",
         ),
         ({"messages": SAID, "reasoning_effort": "low"}, "x", "chat_template_kwargs"),
-        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "x", "describe the form"),
         ({"input": "a", "previous_response_id": "r1"}, "x", "whole conversation"),
         ({"prompt": "a", "max_tokens": -1}, None, "from 1"),
         ({"prompt": "a", "max_tokens": 1.5}, None, "max_tokens is 1.5; expected a whole number"),

@@ -184,7 +184,7 @@ def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
         ({"n": 2}, "n is 2, which this server cannot do; send a request for each answer"),
         ({"logprobs": True}, "logprobs is True"),
         ({"presence_penalty": 0.5}, "leave it out, or give repetition_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
         ({"temperature": -1}, "temperature is -1; expected a number from 0"),
         ({"top_p": 1.5}, "top_p is 1.5; expected a number from 0 to 1"),

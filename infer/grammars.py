@@ -1,0 +1,266 @@
+"""Texts of a given form: JSON of a schema, a regular expression, a choice, a context-free grammar.
+
+After each token, a `Grammar` leaves the target only the tokens with which the text can still get
+the form, and its probabilities are normalised over those. This is a logits processor that reads the
+text, so drafting is exact as with others: the text is that of plain decoding with the processor.
+`llguidance` finds the tokens, by the method of Koo et al. 2024 (arXiv 2407.08103).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from headstart.heads import DecodingError, OptionError
+from headstart.heads.core import OfRows
+from headstart.heads.core.errors import brief
+
+_SPACE = r"( |\n{1,2}[ \t]{0,40})?"
+"""The space between two tokens of JSON. Without a bound, small models write nothing else."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A form that generated text shall have; `generate` takes it as `grammar`.
+
+        grammar = Grammar.json_schema({"type": "array", "items": {"type": "integer"}})
+        output = speculator.generate(**inputs, max_new_tokens=200, grammar=grammar)
+
+    A text may end where it has the form, and must where nothing can follow. One that is cut, by
+    `max_new_tokens` say, may be just the beginning of such a text.
+
+    Attributes:
+        source: the form, as `llguidance` reads it.
+        thoughts: the texts between which a model thinks before it answers, such as `<think>` and
+            `</think>`. Thoughts may then come first; the form is that of the text after them.
+    """
+
+    source: str
+    thoughts: tuple[str, str] | None = None
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | bool | str) -> Self:
+        """JSON that a JSON schema describes.
+
+        Args:
+            schema: an object, or its JSON text.
+
+        Raises:
+            OptionError: it is no schema, or has keywords that `llguidance` does not know.
+        """
+        name = "the JSON schema"
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(found)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"{name} is no JSON: {_said(error)}; correct it.") from error
+        if not isinstance(found, dict | bool):
+            raise OptionError(f"{name} is {text[:40]}; expected an object.")
+        return cls._read(name, "grammar_from_json_schema", text, {"whitespace_pattern": _SPACE})
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that a regular expression matches from its beginning to its end.
+
+        Args:
+            pattern: as of Rust's `regex`: without look-around and back-references.
+
+        Raises:
+            OptionError: it is none.
+        """
+        return cls._read("the regular expression", "grammar_from_regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """One of some texts.
+
+        Raises:
+            OptionError: there are none, or one is empty.
+        """
+        if isinstance(texts, str) or not texts or not all(isinstance(t, str) and t for t in texts):
+            raise OptionError(f"the choice is {texts!r}; expected a list of texts, none empty.")
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return cls._read("the choice", "grammar_from_lark", f"start: {choices}")
+
+    @classmethod
+    def lark(cls, text: str) -> Self:
+        """A context-free grammar, in the variant of Lark's notation that `llguidance` reads.
+
+        Raises:
+            OptionError: it is none.
+        """
+        return cls._read("the grammar", "grammar_from_lark", text)
+
+    @classmethod
+    def _read(cls, name: str, reader: str, *given: Any) -> Self:
+        matcher = _library().LLMatcher
+        source = getattr(matcher, reader)(*given)
+        failed, said = matcher.validate_grammar_with_warnings(source)
+        if failed:
+            raise OptionError(f"{name} cannot be used: {_said(said[0])}; correct it.")
+        return cls(source)
+
+    def after_thoughts(self, begin: str, end: str) -> Self:
+        """The same form, of the text after a model's thoughts, see `thoughts`."""
+        return replace(self, thoughts=(begin, end))
+
+
+class GrammarTokens:
+    """The tokens of a target's tokenizer, prepared for grammars.
+
+    That takes up to a second for large vocabularies; it can be shared by requests and threads.
+
+    Args:
+        ends: the tokens that end a text.
+
+    Raises:
+        OptionError: there is no fast tokenizer, no end token, or no `llguidance`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int]):
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            found = "none" if tokenizer is None else type(tokenizer).__name__
+            raise OptionError(
+                f"a grammar needs the target's tokenizer, a fast one, found {found}; pass "
+                "tokenizer=…."
+            )
+        self.tokenizer = tokenizer
+        self.ends = sorted(token for token in ends if 0 <= token < len(tokenizer))
+        if not self.ends:
+            raise OptionError(
+                "a grammar needs a token that ends the text, found none; set eos_token_id."
+            )
+        _library()
+        try:
+            adapter = importlib.import_module("llguidance.hf")
+            self.prepared = adapter.from_tokenizer(tokenizer, eos_token=self.ends)
+        except ValueError as error:
+            raise OptionError(
+                f"the tokenizer cannot be used with a grammar: {_said(error)}."
+            ) from error
+
+    def ids(self, text: str) -> np.ndarray:
+        """The tokens of a text, without any that the tokenizer adds."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class GrammarProcessor(OfRows):
+    """Gives tokens with which a text cannot get the form of a grammar a score of -inf.
+
+    What it answers depends on the texts alone, so it may be asked about any; it goes on from where
+    it was asked before, or goes back.
+
+    Args:
+        begin: the column of the texts at which the form begins, which is the prompts' width.
+
+    Raises:
+        OptionError: the grammar is too complex.
+    """
+
+    def __init__(self, grammar: Grammar, tokens: GrammarTokens, begin: int):
+        self._tokens, self._begin = tokens, begin
+        self._thoughts = grammar.thoughts and tuple(map(tokens.ids, grammar.thoughts))
+        self._start = _library().LLMatcher(tokens.prepared, grammar.source, log_level=0)
+        if error := self._start.get_error():
+            raise OptionError(f"the grammar cannot be used: {_said(error)}; simplify it.")
+        self._rows: dict[int, tuple[Any, list[int]]] = {}  # matchers, and what they have read
+
+    def of_rows(self, ids: Tensor, scores: Tensor, rows: Sequence[bool] | None) -> Tensor:
+        texts, vocabulary = ids.cpu().numpy(), scores.shape[1]
+        bits = np.full((len(texts), (vocabulary + 7) // 8), 255, dtype=np.uint8)
+        for row, text in enumerate(texts):
+            if rows is None or rows[row]:
+                self._allow(row, text, bits[row])
+        places = torch.arange(8, dtype=torch.uint8, device=scores.device)
+        allowed = torch.from_numpy(bits).to(scores.device).unsqueeze(-1) >> places & 1
+        return scores.masked_fill(allowed.flatten(1)[:, :vocabulary] == 0, -torch.inf)
+
+    def _allow(self, row: int, text: np.ndarray, bits: np.ndarray) -> None:
+        """Leave in `bits`, the lowest first, the tokens that may follow a text [T]."""
+        prompt, written = text[: self._begin], text[self._begin :]
+        if np.isin(written, self._tokens.ends).any():
+            return  # what follows is padding
+        before: list[int] = []  # tokens by which thoughts may begin
+        if self._thoughts is not None:
+            begin, end = self._thoughts
+            if _starts(written, begin) or _last(prompt, begin) > _last(prompt, end):
+                if not (over := _places(written, end)).size:
+                    return
+                written = written[over[0] + len(end) :]
+            elif _starts(begin, written):
+                before = begin[len(written) :][:1].tolist()
+        matcher = self._after(row, written.tolist())
+        if matcher is None and not before:
+            raise DecodingError(
+                f"row {row} has a text that the grammar does not allow: with the other settings, "
+                "such as min_new_tokens or suppress_tokens, no token was left; leave those out."
+            )
+        bits.fill(0)
+        if matcher is not None:
+            allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: len(bits)]
+            if error := matcher.get_error():
+                raise DecodingError(
+                    f"row {row}: the grammar is too complex to go on: {_said(error)}; simplify it."
+                )
+            bits[: len(allowed)] = allowed
+        for token in before:
+            bits[token // 8] |= 1 << token % 8
+
+    def _after(self, row: int, written: list[int]) -> Any:
+        """The row's matcher after these tokens; None where no text of the form begins so."""
+        if row not in self._rows:
+            self._rows[row] = self._start.deep_copy(), []
+        matcher, read = self._rows[row]
+        same = len(read)
+        if written[:same] != read:
+            same = next(i for i in range(same) if read[i : i + 1] != written[i : i + 1])
+            matcher.rollback(len(read) - same)
+            del read[same:]
+        read += written[same : same + matcher.try_consume_tokens(written[same:])]
+        return matcher if len(read) == len(written) else None
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise OptionError(
+            "a grammar needs the package llguidance, found none; pip install llguidance."
+        ) from None
+
+
+def _said(error: Exception | str) -> str:
+    """What an error of `llguidance` says, without the grammar and the state that it repeats."""
+    lines = str(error).splitlines() or [""]
+    reasons = (line for line in lines if line.startswith("error: "))
+    return brief(next(reasons, lines[0]).removeprefix("error: ")).rstrip(".")
+
+
+def _starts(text: np.ndarray, part: np.ndarray) -> bool:
+    return len(text) >= len(part) and bool((text[: len(part)] == part).all())
+
+
+def _places(text: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Where in a text some tokens stand."""
+    if len(text) < len(part):
+        return np.empty(0, dtype=np.int64)
+    return np.flatnonzero(
+        (np.lib.stride_tricks.sliding_window_view(text, len(part)) == part).all(1)
+    )
+
+
+def _last(text: np.ndarray, part: np.ndarray) -> int:
+    return max(_places(text, part), default=-1)
