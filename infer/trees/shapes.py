@@ -31,6 +31,7 @@ class BestFirstShape:
                 f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
                 "depth and frontier from 1."
             )
+        check_levels(str(self), nodes, depth)
         check_size(str(self), nodes, depth)
         narrowest = frontier or min(width, nodes - 1)  # with any drafter at least so many
         check_size(str(self), candidates=self.ranked(narrowest))
@@ -74,6 +75,7 @@ class BeamShape:
                 f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
                 "1 + width * length nodes."
             )
+        check_levels(str(self), self.nodes, length)
         check_size(str(self), self.nodes, length, width * width * length)
 
     def __str__(self) -> str:
@@ -102,6 +104,22 @@ class UnionShape:
         self.first_nodes = tuple(firsts)
         check_size(text, self.nodes)
         self.max_depth = max(part.max_depth for part in parts)
+
+
+def check_levels(text: str, nodes: int, depth: int) -> None:
+    """Refuse a tree whose nodes are too few for its depth; `text` is what the message calls it.
+
+    The keys and values of a path are moved to the slots of the first nodes, so a path as deep as
+    the tree needs as many nodes.
+
+    Raises:
+        OptionError: fewer nodes, the root not counted, than levels.
+    """
+    if nodes <= depth:
+        raise OptionError(
+            f"tree {text[:60]} has {nodes - 1} nodes beside the root and a depth of {depth}; "
+            "expected at least one node for each level: raise its nodes or lower its depth."
+        )
 
 
 def check_grown_by(tree: Shape, depths: Sequence[int | None]) -> None:

@@ -172,6 +172,7 @@ def test_a_file_of_paths(tmp_path: Path) -> None:
         "best-first:9,0,4",
         "best-first:9,3,-4",
         "best-first:99,3,2",
+        "best-first:4,3,4",
         "best-first:9,3,4,-1",
         "beam:",
         "beam:3",
@@ -179,6 +180,7 @@ def test_a_file_of_paths(tmp_path: Path) -> None:
         "beam:3,0",
         "beam:3,4,14",
         "beam:3,4,1",
+        "beam:3,4,4",
         "beam:3,4,5,6",
         "beams:3,4",
     ],
@@ -188,6 +190,13 @@ def test_bad_forms_are_one_line(text: Any) -> None:
     with pytest.raises(OptionError, match=r"^(a )?tree") as caught:
         parse_tree(text)
     one_line(caught.value)
+
+
+@pytest.mark.parametrize(("text", "least"), [("best-first:{},3,4", 5), ("beam:3,4,{}", 5)])
+def test_a_searched_tree_has_a_node_for_each_level(text: str, least: int) -> None:
+    assert parse_tree(text.format(least)).nodes == least
+    with pytest.raises(OptionError, match="3 nodes beside the root and a depth of 4; expected"):
+        parse_tree(text.format(least - 1))
 
 
 @pytest.mark.parametrize(
