@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from headstart.heads import OptionError, SlabCache, TokenTree
-from headstart.heads.core import CACHE_NAMES, decoder_of, device_and_dtype, way_refused
+from headstart.heads.core import CACHE_NAMES, Topology, decoder_of, device_and_dtype, way_refused
 
 from ..target import Target, way_to_run
 from .workers import Workers
@@ -124,12 +124,13 @@ class LedTarget(Target):
             raise way_refused("fused", fused)
         self._workers = led.workers
         self._number = self._workers.number(self)
+        self._shape: Topology | None = None  # that of the last tree, which the others have, too
         with self._workers.together("target", self._number, led.number, attention):
             super().__init__(model, feature_layers, attention, compile, fused=False)
 
     def spare(self) -> Target:
         found = copy.copy(self)
-        found._number = self._workers.number(found)
+        found._number, found._shape = self._workers.number(found), None
         with self._workers.together("spare", found._number, self._number):
             found.cache = SlabCache(self.shapes, 0, 0)
         return found
@@ -151,9 +152,11 @@ class LedTarget(Target):
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
     ) -> tuple[Tensor, Tensor]:
-        shape = tree.topology
-        own = shape.parents, shape.max_depth, shape.width, shape.children
-        with self._together("verify", tree.tokens, own, lengths, longest, even):
+        shape, told = tree.topology, None
+        if shape is not self._shape:  # that of a static tree is the same in every round
+            told = shape.parents, shape.max_depth, shape.width, shape.children
+        with self._together("verify", tree.tokens, told, lengths, longest, even):
+            self._shape = shape
             return super().verify(tree, lengths, longest, even)
 
     def resize(self, batch: int, capacity: int) -> None:

@@ -36,6 +36,7 @@ class Part:
 
     def __init__(self, answers: Any):
         self.kept: dict[int, Any] = {}  # by the leader's numbers
+        self._shapes: dict[int, Topology] = {}  # of each target's last tree
         self._answers = answers
 
     def run(self, name: str, *what: Any) -> None:
@@ -67,8 +68,17 @@ class Part:
     def adopt(self, target: int, other: int, rows: Tensor, slots: int) -> None:
         self.kept[target].adopt(self.kept[other], rows, slots)
 
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forget what is not needed any more."""
+        for number in numbers:
+            self.kept.pop(number, None)
+            self._shapes.pop(number, None)
+
     def verify(self, number: int, tokens: Tensor, shape: Any, *args: Any) -> None:
-        tree = TokenTree(tokens, Topology.from_parents(*shape), None, torch.zeros_like(tokens))
+        """Of a tree of this shape, or of that of the last one where it is None."""
+        if shape is not None:
+            self._shapes[number] = Topology.from_parents(*shape)
+        tree = TokenTree(tokens, self._shapes[number], None, torch.zeros_like(tokens))
         self.kept[number].verify(tree, *args)
 
     def forward(
@@ -108,8 +118,7 @@ def main(device: str, port: str, processes: str, rank: str) -> None:
     with torch.no_grad():
         while True:
             dropped, name, *what = receive(told, own)
-            for number in dropped:
-                part.kept.pop(number, None)
+            part.drop(dropped)
             # The leader meets an error of ours, too, and so does it mostly with too little memory.
             with suppress(HeadstartError, *[torch.OutOfMemoryError] * (name in ALONE)):
                 part.run(name, *what)

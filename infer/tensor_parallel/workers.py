@@ -25,10 +25,14 @@ from .sent import receive, send
 
 _WORKER = "headstart.infer.tensor_parallel.worker"
 _ENDS = 0.5  # seconds in which a process that can end has done so
+_POLLS = 0.1  # seconds after which it is looked whether one has
 _LATE = timedelta(hours=2)  # after which a process counts as lost; loading may take long
 
 ALONE = ("spare", "resize", "reserve", "adopt", "release", "commit")
 """What each process does without the others, which so may lack memory for it."""
+
+_lost = ""
+"""Why this process can lead no others any more: a thread of it waits for ever to be connected."""
 
 _numbers = itertools.count()  # of what the workers keep: models, targets and caches
 
@@ -43,10 +47,13 @@ class Workers:
         lost: why they cannot be told anything any more; empty while they can.
 
     Raises:
-        DecodingError: one of them ends before it is ready.
+        DecodingError: one of them ends before it is ready, or one has while an earlier group was
+            being connected.
     """
 
     def __init__(self, processes: int, device: str):
+        if _lost:
+            raise DecodingError(_lost)
         self.processes, self.device, self.lost = processes, device, ""
         self._lock = threading.RLock()
         self._runs: int | None = None  # the thread that runs what the others run, too
@@ -73,7 +80,43 @@ class Workers:
         ]
         atexit.register(self.close)
         self.answers()
-        join(self._store, 0, processes, device)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Make this process one of those that compute together.
+
+        Both gloo and NCCL go on waiting for a process that has ended. So a thread waits for them,
+        and is left behind where one of the others ends.
+        """
+        global _lost
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                join(self._store, 0, self.processes, self.device)
+            except Exception as error:
+                errors.append(error)
+
+        place_of(0, self.device)
+        waits = threading.Thread(target=connect, name="headstart-connects", daemon=True)
+        waits.start()
+        while waits.is_alive():
+            waits.join(_POLLS)
+            if waits.is_alive() and any(each.poll() is not None for each in self._started):
+                ended = self._ended()
+                _lost = f"a divided target was not connected ({ended}); start in a new process."
+                self.lost = _lost
+                self.close()
+                raise DecodingError(_lost)
+        if errors:
+            raise self._broken(errors[0]) from errors[0]
+
+    def _ended(self) -> str:
+        """Which of the others has ended, in words; empty where none has."""
+        for number, each in enumerate(self._started, 1):
+            if each.poll() is not None:
+                return f"process {number} ended with status {each.poll()}"
+        return ""
 
     @property
     def inside(self) -> bool:
@@ -169,10 +212,7 @@ class Workers:
     def _broken(self, error: Exception) -> DecodingError:
         """The error for processes that do not run the same any more; it ends them."""
         time.sleep(_ENDS)  # so that one which has ended is known to have
-        why = brief(error) or type(error).__name__
-        for number, each in enumerate(self._started, 1):
-            if each.poll() is not None:
-                why = f"process {number} ended with status {each.poll()}"
+        why = self._ended() or brief(error) or type(error).__name__
         self.lost = f"a divided target has lost its processes ({why}); load it again."
         self.close()
         return DecodingError(self.lost)
@@ -194,11 +234,17 @@ class Workers:
             torch.distributed.destroy_process_group()
 
 
+def place_of(rank: int, device: str) -> torch.device | None:
+    """A process's own GPU, which its calling thread computes on from now on; None on a CPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.set_device(place := torch.device("cuda", rank))
+    return place
+
+
 def join(store: Any, rank: int, processes: int, device: str) -> None:
     """Make this process one of those that compute together."""
-    place = torch.device("cuda", rank) if device == "cuda" else None
-    if place is not None:
-        torch.cuda.set_device(place)
+    place = place_of(rank, device)
     torch.distributed.init_process_group(
         "gloo" if place is None else "nccl",
         store=store,

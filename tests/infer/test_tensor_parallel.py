@@ -7,6 +7,7 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,17 +19,18 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria
 
 import headstart
-from headstart.heads import OptionError, SlabCache
+from headstart.heads import DecodingError, OptionError, SlabCache
 from headstart.heads.artifacts.plan import machine
 from headstart.heads.core import weight_of
 from headstart.infer import Batcher, Speculator
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.tensor_parallel import load_in_parts, loading
+from headstart.infer.tensor_parallel import workers as connecting
 from headstart.infer.tensor_parallel.led import LedTarget
 from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
 from tests.support import families
 from tests.support.recurrent import RECURRENT
-from tests.support.tiny import VOCAB, letters, tiny
+from tests.support.tiny import VOCAB, letters, one_line, tiny
 
 pytestmark = pytest.mark.skipif(
     not hasattr(PreTrainedModel, "_resolve_parallel_plans"), reason="needs transformers 5.23"
@@ -142,6 +144,50 @@ def test_requests_of_threads_together_and_processors_of_this_process_alone(llama
         plain = pool.submit(written, llama, **GREEDY)
         assert [each.result(60) for each in done] == expected
         assert plain.result(60) == written(tiny("llama"), **GREEDY)
+
+
+def test_the_shape_of_a_static_tree_is_told_once(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, told = llama._headstart_led.workers, list[Any]()
+    true = workers._tell
+
+    def tell(name: str, *what: Any) -> None:
+        told.extend([what[2]] if name == "verify" else [])
+        true(name, *what)
+
+    monkeypatch.setattr(workers, "_tell", tell)
+    drafter = own_drafter("medusa")
+    expected, counts = written(tiny("llama"), **GREEDY), []
+    trees = ("cartesian:2,1", "best-first:4,2,2")
+    for speculator in [Speculator(llama, drafter, tree=tree) for tree in trees] * 2:
+        told.clear()
+        assert written(speculator, **GREEDY) == expected
+        counts.append((len(told), len([shape for shape in told if shape is not None])))
+    assert all(rounds > 2 for rounds, _ in counts)
+    assert [shapes for _, shapes in counts] == [1, counts[1][0], 0, counts[3][0]]
+
+
+def test_a_process_that_ends_while_it_is_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_early.py").write_text(
+        "import pickle, sys\nsys.stdout.buffer.write(pickle.dumps(''))\nsys.exit(7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(connecting, "_WORKER", "ends_early")
+    monkeypatch.setattr(connecting, "_lost", "")
+    waits, threads = threading.Event(), torch.get_num_threads()
+    monkeypatch.setattr(connecting, "join", lambda *group: waits.wait())  # as a group for ever
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)  # that of `parts`
+    try:
+        for _ in range(2):  # no other group is waited for either
+            with pytest.raises(DecodingError, match="process 1 ended with status 7") as caught:
+                connecting.Workers(2, "cpu")
+            assert "start in a new process" in one_line(caught.value)
+    finally:
+        waits.set()
+        torch.set_num_threads(threads)
 
 
 def test_calls_from_within_a_request(llama: Any) -> None:
