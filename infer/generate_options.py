@@ -48,6 +48,9 @@ _ENCODED = "mm_encoder_outputs"
 """What `generate` adds for a model that also reads images: nothing in it where there are none."""
 
 
+_COLDEST = 1e-30
+"""The least temperature: divided by much less, scores are no numbers of float32 any more."""
+
 _LEAVES_NONE_OUT = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
@@ -201,9 +204,9 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
             raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
     check_cache(config.cache_implementation)
     temperature = config.temperature
-    if config.do_sample and temperature is not None and not temperature > 0:
+    if config.do_sample and temperature is not None and not temperature >= _COLDEST:
         raise OptionError(
-            f"temperature is {temperature}; expected a number above 0, or do_sample=False."
+            f"temperature is {temperature}; expected a number from {_COLDEST}, or do_sample=False."
         )
     if model.training:
         raise OptionError(

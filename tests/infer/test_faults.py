@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.heads import DecodingError, HeadstartError, OptionError, Sampling, UnsupportedTarget
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.infer import Speculator, load
+from headstart.infer import Batcher, Speculator, load
 from tests.support import families
 from tests.support.covering import covering
 from tests.support.scripted import Heads, Script, decoding_of, make
@@ -306,6 +306,16 @@ def test_10_temperature_near_zero_is_greedy(temperature: float, source: str) -> 
     else:
         out = ours.generate(ids, **masked, **options)
     assert torch.equal(out, free) and ours.stats.tau > 1.2
+
+
+@pytest.mark.parametrize("temperature", [1e-31, 1e-40, 1e-320])
+def test_10_temperature_by_which_scores_overflow(temperature: float) -> None:
+    ours, (ids, _, free) = Speculator(tiny("llama")), greedy([5])
+    how = base(do_sample=True, temperature=temperature)
+    for decoder in (ours, Batcher(ours)):
+        with pytest.raises(OptionError, match=f"temperature is {temperature}; expected .*1e-30"):
+            decoder.generate(ids, **how)
+        assert torch.equal(decoder.generate(ids, **how | {"temperature": 1e-30}), free)
 
 
 @pytest.mark.parametrize("temperature", [-1.0, -1e-9, float("nan"), float("-inf")])
