@@ -273,7 +273,8 @@ def _of_single_tokens(item: Any, vocab: int, device: torch.device) -> Any:
     if any(len(tokens) > 1 for tokens in item.sequence_bias):
         return item
     pairs = [(int(tokens[0]), float(bias)) for tokens, bias in item.sequence_bias.items()]
-    if (most := max(token for token, _ in pairs)) >= vocab:
+    # None at all where `bad_words_ids` are end tokens alone, which transformers leaves out.
+    if (most := max((token for token, _ in pairs), default=-1)) >= vocab:
         name = "sequence_bias" if type(item) is SequenceBiasLogitsProcessor else "bad_words_ids"
         raise OptionError(
             f"token {most} of {name} is not among the target's {vocab} token ids; use the target's "

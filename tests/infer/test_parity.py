@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from headstart.heads import OptionError
 from headstart.heads.core import CACHE
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.infer import Speculator, target
+from headstart.infer import Batcher, Speculator, target
 from headstart.infer.rules.registry import RULES
 from tests.support.covering import covering
 from tests.support.scripted import make
@@ -271,6 +271,15 @@ def test_a_bias_of_a_token_that_there_is_not() -> None:
         with pytest.raises(OptionError, match=f"token {VOCAB} of {name} is not among") as caught:
             Speculator(tiny("llama")).generate(ids, **base(**more), **{name: value})
         one_line(caught.value)
+
+
+def test_bad_words_that_are_end_tokens_alone() -> None:
+    """Which transformers leaves out, so that none is left."""
+    ids, more = inputs(1)
+    options = base(eos_token_id=[EOS, 7], bad_words_ids=[[EOS]], **more)
+    expected, ours = tiny("llama").generate(ids, **options), Speculator(tiny("llama"))
+    for decoder in (ours, Batcher(ours)):
+        assert torch.equal(decoder.generate(ids, **options), expected)
 
 
 def test_a_penalty_that_ignores_more_than_the_prompt() -> None:
