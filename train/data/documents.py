@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 _BYTES = 4  # of a token's text, more or less
+_IN_TIME = 1000  # messages that a template may be asked to write in one time limit, more or less
 _SECONDS = 20  # for a chat template, which is a program of others; real ones take milliseconds
 
 Message = dict[str, Any]
@@ -163,6 +165,54 @@ def in_time(call: Callable[[], Result]) -> Result:
             f"the tokenizer's chat template does not end ({error}); use another tokenizer or "
             "template"
         ) from None
+
+
+def each_in_time(
+    call: Callable[[Document], Result],
+    documents: Iterable[Document],
+    refused: Callable[[Document, ChatTemplateError], None],
+) -> Iterator[tuple[Document, Result | None]]:
+    """Each document, and what `call` makes of it, which applies a chat template to chats.
+
+    A time limit takes a thread, so there is one for several chats. Texts have none.
+
+    Args:
+        refused: called with a chat that the template refuses, whose result is None, unless it
+            raises.
+    """
+    for chats, some in itertools.groupby(documents, lambda document: bool(document.messages)):
+        if not chats:
+            yield from ((document, call(document)) for document in some)
+            continue
+        for group in _in_groups(some):
+            found: list[tuple[Document, Result | None]] = []
+
+            def make(group: list[Document] = group, found: list[Any] = found) -> None:
+                for document in group[len(found) :]:
+                    found.append((document, call(document)))
+
+            while len(found) < len(group):
+                try:
+                    in_time(make)
+                except ChatTemplateError as error:
+                    document = group[len(found)]
+                    refused(document, error)
+                    found.append((document, None))
+            yield from found
+
+
+def _in_groups(chats: Iterable[Document]) -> Iterator[list[Document]]:
+    """Chats one after the other, in groups that are short together, or of one."""
+    group: list[Document] = []
+    due = 0
+    for chat in chats:
+        group.append(chat)
+        due += 1 + len(chat.messages or ()) ** 2  # each answer is written with all before it
+        if due >= _IN_TIME:
+            yield group
+            group, due = [], 0
+    if group:
+        yield group
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **how: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat, Distill, Recipe
-from .documents import ChatTemplateError, Document, EndlessTemplateError
+from .documents import ChatTemplateError, Document, EndlessTemplateError, each_in_time
 from .reading import order
 from .rendering import ChatRenderer
 from .tokenising import Ragged, Text, tokenise
@@ -126,14 +127,11 @@ def encode(
         if renderer.plain or not document.messages:
             return document.whole(), True
         due = document.messages[-1]["role"] != "assistant"
-        try:
-            # A template writes the special tokens itself.
-            return renderer.text(document.messages, due, document.tools), False
-        except ChatTemplateError as error:
-            leave_out(renderer, document, error)
-            return "", False
+        # A template writes the special tokens itself.
+        return renderer.texts_in_any_time([document.messages], due, document.tools)[0], False
 
-    return tokenise(tokenizer, map(text, documents))
+    texts = each_in_time(text, documents, partial(leave_out, renderer))
+    return tokenise(tokenizer, (text or ("", False) for _, text in texts))
 
 
 def _tensor(row: np.ndarray) -> Tensor:

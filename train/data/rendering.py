@@ -193,17 +193,17 @@ class ChatRenderer:
     def text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
         """A chat as text; with `prompt`, up to where the answer begins.
 
+        Raises ChatTemplateError where the template refuses the chat, or does not end.
+
         Args:
             tools: the chat's own; those of the recipe when None.
-
-        Raises:
-            ChatTemplateError: the template refuses the chat, or does not end.
         """
-        return in_time(lambda: self._texts([messages], prompt, tools)[0])
+        return in_time(lambda: self.texts_in_any_time([messages], prompt, tools)[0])
 
-    def _texts(
+    def texts_in_any_time(
         self, chats: Sequence[Sequence[Message]], prompt: bool = False, tools: Tools = None
     ) -> list[str]:
+        """`text` of several chats, for a caller that has a time limit of its own."""
         chats = [self.whole(messages) for messages in chats]
         if self.plain:
             return [plain_chat(messages) for messages in chats]
@@ -288,8 +288,8 @@ class ChatRenderer:
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
         if not places:
             return []
-        prompts = self._texts([messages[:at] for at in places], True, tools)
-        wholes = self._texts([messages[: at + 1] for at in places], False, tools)
+        prompts = self.texts_in_any_time([messages[:at] for at in places], True, tools)
+        wholes = self.texts_in_any_time([messages[: at + 1] for at in places], False, tools)
         for at, text in zip(places, wholes, strict=True):
             if self.chat.supervise == "all" or at == places[-1]:
                 self._check_calls(messages[: at + 1], text, tools)
@@ -306,7 +306,7 @@ class ChatRenderer:
         """Raise ChatTemplateError where the last answer's calls of tools are not in the text."""
         if calls := messages[-1].get("tool_calls"):
             others = [*messages[:-1], messages[-1] | {"tool_calls": renamed(calls)}]
-            if others != messages and self._texts([others], tools=tools) == [text]:
+            if others != messages and self.texts_in_any_time([others], tools=tools) == [text]:
                 raise ChatTemplateError(
                     "the tokenizer's chat template leaves calls of tools out, as plain chats do"
                 )
@@ -364,7 +364,7 @@ class ChatRenderer:
             return known
         question = {"role": "user", "content": "?"}
         answer = {"role": "assistant", "content": _ANSWER}
-        (text,) = self._texts([[question, answer]], tools=tools)
+        (text,) = self.texts_in_any_time([[question, answer]], tools=tools)
         _, found, tail = text.rpartition(_ANSWER)
         if not found:
             raise ChatTemplateError(

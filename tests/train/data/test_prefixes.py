@@ -116,6 +116,21 @@ def test_a_chat_that_the_template_refuses_gives_no_prompt_where_asked(
         make_prefixes(SPEC, tokenizer, DOCUMENTS, skip)
 
 
+def test_a_time_limit_holds_for_several_chats(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = TEMPLATE
+    alone = [encode(tokenizer, [document])[0].tolist() for document in DOCUMENTS]
+    calls: list[Any] = []
+    limit = documents.in_time
+    monkeypatch.setattr(documents, "in_time", lambda call: calls.append(call) or limit(call))
+    assert encode(tokenizer, 50 * DOCUMENTS).tolist() == 50 * alone
+    # The two chats of each four documents stand together; texts need no limit.
+    assert len(calls) == 50
+    assert encode(tokenizer, 50 * [CHAT]).tolist() == 50 * alone[:1]
+    assert len(calls) == 51
+
+
 def test_the_start_token_comes_once(tokenizer: PreTrainedTokenizerFast) -> None:
     from tokenizers.processors import TemplateProcessing
 

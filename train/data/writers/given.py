@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...recipe import Distill
-from ..documents import ChatTemplateError, Document, in_time
+from ..documents import Document, each_in_time
 from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer, Rendered, Turn, begins
 from ..tokenising import Text
 from .units import Counts, Tick, Written, order_of, written
 
 _AT_ONCE = 1 << 20  # characters that are rendered and tokenised at once, more or less
-_IN_TIME = 1000  # messages that a template may be asked to write in one time limit, more or less
 
 
 class GivenWriter:
@@ -124,40 +124,13 @@ def _turns(
     """Each document and the turns of its chat, none of others; an error names the document.
 
     The turns of a chat that is left out, since the template refuses it, are None.
-
-    A time limit takes a thread, so there is one for several chats.
     """
-    for some in _in_groups(documents):
-        found: list[tuple[Document, list[Turn] | None]] = []
 
-        def render(some: list[Document] = some, found: list[Any] = found) -> None:
-            for document in some[len(found) :]:
-                messages = [] if document.ids else document.messages or []
-                turns = renderer.turns_in_any_time(messages, document.tools)
-                found.append((document, turns))
+    def turns(document: Document) -> list[Turn]:
+        messages = [] if document.ids else document.messages or []
+        return renderer.turns_in_any_time(messages, document.tools)
 
-        while len(found) < len(some):
-            try:
-                in_time(render)
-            except ChatTemplateError as error:
-                refused = some[len(found)]
-                leave_out(renderer, refused, error)
-                found.append((refused, None))
-        yield from found
-
-
-def _in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents one after the other, in groups whose chats are short together, or of one."""
-    group: list[Document] = []
-    due = 0
-    for document in documents:
-        group.append(document)
-        due += 1 + len(document.messages or ()) ** 2  # each answer is written with all before it
-        if due >= _IN_TIME:
-            yield group
-            group, due = [], 0
-    if group:
-        yield group
+    return each_in_time(turns, documents, partial(leave_out, renderer))
 
 
 def _decoded(renderer: ChatRenderer, document: Document) -> Rendered:
