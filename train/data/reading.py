@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recipe import Source
+from ..stages.folders import StageFolder, stage_folders
 from .documents import CorpusError, Document
 from .file_rows import READERS, file_kind, is_table, read_rows
 from .hub import PRESETS, hub_rows, hub_source
@@ -107,6 +108,7 @@ def source_files(source: Source) -> dict[str, Path]:
     if text == "stdlib":
         return _files(Path(sysconfig.get_paths()["stdlib"]), "*.py", _NOT_LIBRARY)
     if path.is_dir():
+        _check_is_no_run(path)
         return _files(path, "*", {"__pycache__"})
     if path.is_file() and file_kind(path) in READERS:
         return {path.name: path}
@@ -120,6 +122,17 @@ def source_files(source: Source) -> dict[str, Path]:
             return {found.relative_to(root).as_posix(): found for found in files}
         raise CorpusError(f"{text}: no file matches; expected {SUPPORTED}")
     raise CorpusError(f"{text}: no such file or folder; expected {SUPPORTED}")
+
+
+def _check_is_no_run(folder: Path) -> None:
+    """A run's folders hold its held-out documents too, and files that are no texts."""
+    stage = StageFolder(folder)
+    if not (stage.fingerprint or stage_folders(folder)):
+        return
+    run = folder.parent if stage.fingerprint else folder
+    documents = run / "corpus" / "train.jsonl"
+    expected = f"its training documents, {documents}" if documents.is_file() else SUPPORTED
+    raise CorpusError(f"{folder}: found a folder of a run; expected {expected}")
 
 
 def source_bytes(source: Source) -> int | None:

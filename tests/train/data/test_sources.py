@@ -260,6 +260,27 @@ def test_a_source_rewritten_in_place_is_noticed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    """Its held-out documents would be trained on."""
+    run = tmp_path / "run"
+    made = run / "corpus-1a2b3c4d"
+    made.mkdir(parents=True)
+    (run / "corpus").symlink_to(made.name)
+    for split in ("train", "held_out"):
+        (made / f"{split}.jsonl").write_text(json.dumps({"text": split}) + "\n")
+    assert len(corpus(tmp_path, made)) == 2  # as any other folder
+    (made / "stage.json").write_text(json.dumps({"fingerprint": "1a2b3c4d"}))
+    for folder in (run, made, run / "corpus"):
+        with pytest.raises(
+            CorpusError, match=rf"a run; expected its .* {run}/corpus/train\.jsonl$"
+        ):
+            corpus(tmp_path, folder)
+    assert [document.text for document in corpus(tmp_path, made / "train.jsonl")] == ["train"]
+    (made / "train.jsonl").unlink()
+    with pytest.raises(CorpusError, match='a folder of a run; expected "stdlib"'):
+        corpus(tmp_path, run)
+
+
 def test_what_is_read_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     (tmp_path / "rows.csv").write_text("text\none\n")
