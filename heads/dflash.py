@@ -54,7 +54,8 @@ class DFlashConfig(DFlashFields, DrafterConfig):
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
-        config.layer = layer_like(target) | {"qk_norm": True, "num_hidden_layers": config.layers}
+        sizes = {"qk_norm": True, "num_hidden_layers": config.layers}
+        config.layer = config.own_layer(layer_like(target), **sizes)
         if config.window:
             if config.layers == 1:
                 raise OptionError(
@@ -345,10 +346,8 @@ class DFlash(TokenConditioned):
 
         Layer by layer, so that each may be computed again by itself in the backward pass.
         """
-        how = {
-            "position_ids": of_block,
-            "position_embeddings": self.model.rotary_emb(hidden, of_block),
-        }
+        angles = self.model.rotary_emb(hidden, of_block)
+        how = {"position_ids": of_block, "position_embeddings": angles}
         types: Any = getattr(self.model.config, "layer_types", None)
         for number, (keys, values) in enumerate(text_keys(self.model, context, positions)):
             mask = masks[types[number]] if isinstance(masks, dict) else masks

@@ -45,7 +45,7 @@ class EagleConfig(EagleFields, DrafterConfig):
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
-        config.layer = llama_like(target)
+        config.layer = config.own_layer(llama_like(target))
         return config
 
 

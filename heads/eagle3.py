@@ -28,6 +28,7 @@ from .drafter import Step, from_last_true
 from .eagle import Eagle, EagleConfig, Past
 from .parts.cached_layers import DraftCache
 from .parts.mask_blocks import MaskBlocks, depth_shares
+from .parts.own_attention import fit_attention
 from .parts.own_layers import llama_like, norm_scale, silence, unit_scale_init
 from .parts.published.eagle import eagle3
 from .parts.published.eagle_files import EAGLE3
@@ -44,7 +45,7 @@ class Eagle3Config(Eagle3Fields, EagleConfig):
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
-        config.layer = llama_like(target) | {"num_hidden_layers": config.layers}
+        config.layer = config.own_layer(llama_like(target), num_hidden_layers=config.layers)
         config.feature_layers = config.feature_layers or mixed_layers(target)
         return config
 
@@ -68,6 +69,7 @@ class _Mixed:
 
     def __init__(self, config: Any, norm_before_residual: bool):
         super().__init__(config, 0)  # type: ignore[call-arg]
+        fit_attention(self, config)
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -103,12 +105,8 @@ class Eagle3(Eagle):
         inner: Any = self.model.config
         size, wide, count = inner.hidden_size, config.hidden_size, len(config.feature_layers) or 3
         self.fc = nn.Linear(count * wide, size, bias=False)
-        kind = type(self.model)
-        mixed = _MixedLlama if kind is LlamaModel else _MixedQwen3
+        mixed = _MixedLlama if type(self.model) is LlamaModel else _MixedQwen3
         self.model.layers[0] = mixed(inner, config.norm_before_residual)
-        if not (config.layer or {}).get("qk_norm") and kind is not LlamaModel:
-            attention: Any = self.model.layers[0].self_attn
-            attention.q_norm = attention.k_norm = nn.Identity()
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(count * wide, eps=inner.rms_norm_eps)
         if config.fc_norm:

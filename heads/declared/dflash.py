@@ -2,19 +2,18 @@
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..core import OptionError
-from .fields import Shapes, VocabularyFields
-from .layer import Layer
+from .fields import Shapes
+from .layer import Layer, LayerFields
 
 
 @dataclass(kw_only=True, repr=False)
-class DFlashFields(VocabularyFields):
+class DFlashFields(LayerFields):
     """DFlash's shape.
 
     Attributes:
-        layer: the decoder layers' sizes, see `Layer`; by default Qwen3's in the target's own sizes.
         layers: how many decoder layers there are.
         depths: K, how many tokens are drafted at once. A published block of 16 is the newest token
             and 15 drafts or, with `sample_from_anchor`, 16 drafts.
@@ -41,7 +40,6 @@ class DFlashFields(VocabularyFields):
             0 for all.
     """
 
-    layer: dict[str, Any] | None = None
     layers: int = 5
     depths: int = 15
     feature_layers: list[int] | tuple[int, ...] = ()
@@ -63,7 +61,7 @@ class DFlashFields(VocabularyFields):
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("depths", "layers", "feature_layers", "output", "draft_vocab_size"),
         *("mask_token_id", "causal", "window", "causal_windows"),
-        *("sample_from_anchor", "markov_rank", "anchors"),
+        *("sample_from_anchor", "markov_rank", "anchors", "partial_rotary_factor"),
         *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
     )
     RANGES: ClassVar = {
@@ -73,6 +71,7 @@ class DFlashFields(VocabularyFields):
             *("selector_rank", "selector_top_k", "conv_kernel_size"),
         ),
         "more than 0": ("output_multiplier",),
+        "more than 0, at most 1": ("partial_rotary_factor",),
     }
 
     @property
@@ -95,10 +94,6 @@ class DFlashFields(VocabularyFields):
     def is_causal(self, window: int | None) -> bool:
         """Whether a place does not see those after it, in layers with such a window or none."""
         return self.causal or (window is not None and self.causal_windows)
-
-    @property
-    def decided(self) -> bool:
-        return Layer.of(self.layer).plain
 
     def shapes(self) -> Shapes:
         layer, size = Layer.of(self.layer), self.hidden_size

@@ -1,21 +1,20 @@
 """What the configs of EAGLE-1 and EAGLE-3 declare."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..core import OptionError
 from .fields import Shapes, VocabularyFields
-from .layer import Layer
+from .layer import Layer, LayerFields
 
 _LAYERS, _FIRST = "model.layers.", "model.layers.0."
 
 
 @dataclass(kw_only=True, repr=False)
-class EagleFields(VocabularyFields):
+class EagleFields(LayerFields):
     """EAGLE-1's shape.
 
     Attributes:
-        layer: the decoder layers' sizes, see `Layer`; by default one of the target's own.
         depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
             learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
         bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
@@ -24,16 +23,16 @@ class EagleFields(VocabularyFields):
             whose output layer is not the target's.
     """
 
-    layer: dict[str, Any] | None = None
     depths: int = 4
     bias: bool = True
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("depths", "bias", "output", "draft_vocab_size")
-    RANGES: ClassVar = {"at least 1": ("depths",)}
-
-    @property
-    def decided(self) -> bool:
-        return Layer.of(self.layer).plain
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("depths", "bias", "output", "draft_vocab_size", "partial_rotary_factor"),
+    )
+    RANGES: ClassVar = {
+        "at least 1": ("depths",),
+        "more than 0, at most 1": ("partial_rotary_factor",),
+    }
 
     def shapes(self) -> Shapes:
         layer, size = Layer.of(self.layer), self.hidden_size
@@ -82,9 +81,12 @@ class Eagle3Fields(EagleFields):
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("feature_layers", "depths", "output", "draft_vocab_size"),
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-        *("layers", "mask_token_id", "kept", "least_kept"),
+        *("layers", "partial_rotary_factor", "mask_token_id", "kept", "least_kept"),
     )
-    RANGES: ClassVar = {"at least 1": ("depths", "layers"), "0 … 1": ("kept", "least_kept")}
+    RANGES: ClassVar = {
+        "at least 1": ("depths", "layers"), "0 … 1": ("kept", "least_kept"),
+        "more than 0, at most 1": ("partial_rotary_factor",),
+    }  # fmt: skip
 
     @property
     def max_depth(self) -> int | None:

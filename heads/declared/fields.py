@@ -18,6 +18,7 @@ _RANGES = {
     "at least 0": lambda value: value >= 0,
     "at least 1": lambda value: value >= 1,
     "more than 0": lambda value: value > 0,
+    "more than 0, at most 1": lambda value: 0 < value <= 1,
     "0 … 1": lambda value: 0 <= value <= 1,
     "0 … 1, 1 excluded": lambda value: 0 <= value < 1,
 }

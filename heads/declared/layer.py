@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
 from ..core import brief
-from .fields import MOST_PARTS, Shapes
+from .fields import MOST_PARTS, Shapes, VocabularyFields
 
 
 @strict
@@ -17,6 +17,7 @@ class Layer:
 
     Attributes:
         rope_theta, rope_scaling: of rotary positions; the second None where they are not scaled.
+        partial_rotary_factor: which share of each head rotary positions turn, its first ones.
         qk_norm: whether queries and keys are normed in each head.
         sliding_window, layer_types: which layers see so many positions alone.
     """
@@ -29,6 +30,7 @@ class Layer:
     rms_norm_eps: int | float
     rope_theta: int | float
     rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: int | float = 1
     max_position_embeddings: int | None = None
     hidden_act: str = "silu"
     attention_bias: bool = False
@@ -55,6 +57,12 @@ class Layer:
                 f"hidden_size {self.hidden_size}, num_attention_heads {heads} and "
                 f"num_key_value_heads {self.num_key_value_heads} do not go together"
             )
+        turned = int(self.head_dim * self.partial_rotary_factor)
+        if self.partial_rotary_factor != 1 and (turned % 2 or not 0 < turned < self.head_dim):
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
+                "is no even number of dimensions"
+            )
 
     @classmethod
     def of(cls, layer: dict[str, Any] | None) -> Self:
@@ -76,7 +84,8 @@ class Layer:
     def llama(self) -> bool:
         """Whether it is a layer of Llama; else one of Qwen3, whose heads need not divide D."""
         divided = self.hidden_size % self.num_attention_heads == 0
-        return divided and self.sliding_window is None and not self.qk_norm
+        own = self.qk_norm or self.partial_rotary_factor != 1
+        return divided and self.sliding_window is None and not own
 
     @property
     def plain(self) -> bool:
@@ -108,3 +117,26 @@ class Layer:
             one |= {f"self_attn.{name}_norm.weight": [self.head_dim] for name in "qk"}
         numbers = range(self.num_hidden_layers)
         return {f"{prefix}{n}.{name}": [*shape] for n in numbers for name, shape in one.items()}
+
+
+@dataclass(kw_only=True, repr=False)
+class LayerFields(VocabularyFields):
+    """What the config of a drafter with decoder layers of its own declares.
+
+    Attributes:
+        layer: the decoder layers' sizes, see `Layer`; by default of the target's own.
+        partial_rotary_factor: which share of each head, its first dimensions, rotary positions
+            turn: all in most published drafters, fewer in targets such as GLM and Qwen3.5.
+    """
+
+    layer: dict[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def decided(self) -> bool:
+        return Layer.of(self.layer).plain
+
+    def own_layer(self, layer: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """A layer of these sizes and more, with the config's share of rotary positions."""
+        share = self.partial_rotary_factor
+        return layer | more | ({} if share == 1 else {"partial_rotary_factor": share})

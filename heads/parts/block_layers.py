@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from .own_attention import fit_attention
+
 _BEFORE, _AFTER = 0, 1
 
 
@@ -56,6 +58,7 @@ class ConvolvedLayer(Qwen3DecoderLayer):
 
     def __init__(self, config: Any, number: int, kernel_size: int, group: int, places: int):
         super().__init__(config, number)
+        fit_attention(self, config)
         sizes = config.hidden_size, kernel_size, group, places
         self.attention_conv, self.mlp_conv = BlockConvolution(*sizes), BlockConvolution(*sizes)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from .cached_layers import CachedLayers, DraftCache
+from .own_attention import turned
 
 
 def text_keys(model: Any, context: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -22,13 +22,13 @@ def text_keys(model: Any, context: Tensor, positions: Tensor) -> Iterator[tuple[
         context: [B, T, D], what the projections read.
         positions: [B, T] int64.
     """
-    cos, sin = (x.unsqueeze(1) for x in model.rotary_emb(context, positions))  # [B, 1, T, d]
+    cos, sin = (x.unsqueeze(1) for x in model.rotary_emb(context, positions))  # [B, 1, T, r]
     for layer in model.layers:
         attention = layer.self_attn
         split = (*context.shape[:-1], -1, attention.head_dim)
         keys = attention.k_norm(attention.k_proj(context).view(split)).transpose(1, 2)
         values = attention.v_proj(context).view(split).transpose(1, 2)
-        yield keys * cos + rotate_half(keys) * sin, values
+        yield turned(keys, cos, sin), values
 
 
 class ContextLayers(CachedLayers):

@@ -1,7 +1,8 @@
 """Layers of a drafter's own: Llama's, in the target's sizes, or some of the target's, copied.
 
-A published head may also have norms of queries and keys, or layers that see a window of the text
-alone: these are Qwen3's layers, with the same names.
+A published head may also have norms of queries and keys, layers that see a window of the text
+alone, or rotary positions that turn a share of each head: these are Qwen3's layers, with the same
+names, and the attention of `own_attention`.
 """
 
 import copy
@@ -32,6 +33,7 @@ from ..core.errors import brief
 from ..core.layer_sizes import inner_size, layer_configs
 from ..core.masks import KEEPS_NOTHING
 from ..declared.layer import Layer
+from .own_attention import fit_attention, rotary_of, turns_a_share
 
 _SIZES = {
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -130,6 +132,7 @@ def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[Lay
     """
     made = Layer.of(layer)
     rope = {"rope_type": "default", **(made.rope_scaling or {}), "rope_theta": made.rope_theta}
+    rope |= {} if (share := made.partial_rotary_factor) == 1 else {"partial_rotary_factor": share}
     sizes = {name: value for name, value in vars(made).items() if name in _SIZES}
     sizes |= {"vocab_size": 1, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
     if (positions := made.max_position_embeddings) is not None:
@@ -142,12 +145,14 @@ def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[Lay
         config = Qwen3Config(
             **sizes, use_sliding_window=window is not None, sliding_window=window, layer_types=types
         )
+        config.use_qk_norm = made.qk_norm
     config._attn_implementation = "sdpa"
     kind: Any = LlamaModel if isinstance(config, LlamaConfig) else Qwen3Model
     model = kind(config)
-    if not made.qk_norm and isinstance(model, Qwen3Model):
-        for each in model.layers:
-            each.self_attn.q_norm = each.self_attn.k_norm = nn.Identity()  # type: ignore[union-attr]
+    for each in model.layers:
+        fit_attention(each, config)
+    if turns_a_share(config):
+        model.rotary_emb = rotary_of(config)  # type: ignore[assignment]
     del model.embed_tokens
     model.norm = nn.Identity()  # type: ignore[assignment]
     cached = made.num_key_value_heads, made.head_dim

@@ -38,6 +38,8 @@ FORMS = {
         kernel=2, selector=6, multiplier=0.2, cap=20.0, window=4, seeing_all=-1, both_ways=True
     ),
     "DFlash2 of three taps": Form(kernel=3, selector=4, top_k=60),
+    "a share of each head": Form(share=0.5, causal=True),
+    "DFlash2 of a share": Form(kernel=2, selector=6, share=0.25, both_ways=True),
     "scaled": Form(multiplier=0.5, cap=3.0),
 }
 

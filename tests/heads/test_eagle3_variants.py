@@ -23,6 +23,8 @@ EXPORTS = {
     "fc_norm": {"vllm", "speculators"},
     "window": {"vllm", "speculators"},
     "two layers": {"vllm", "speculators"},
+    "a share of each head": {"vllm"},
+    "a share, with norms": {"vllm"},
     "q and k norms": {"vllm", "speculators"},
     "of all": {"vllm", "speculators"},
     "P-EAGLE": {"vllm", "speculators"},

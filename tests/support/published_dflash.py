@@ -34,6 +34,7 @@ class Form:
     kernel: int = 0  # of DFlash2's convolutions
     selector: int = 0  # its rank
     top_k: int = 5
+    share: float = 1.0  # of each head, that positions turn
     multiplier: float = 1.0
     cap: float = 0.0
 
@@ -61,6 +62,7 @@ class Form:
             | ({"output_multiplier": self.multiplier} if self.multiplier != 1 else {})
             | ({"final_logit_softcapping": self.cap} if self.cap else {}),
             **({"is_causal": False} if self.both_ways else {}),
+            **({"partial_rotary_factor": self.share} if self.share != 1 else {}),
         }  # fmt: skip
 
     def in_speculators(self, kind: str, **said: Any) -> dict[str, Any]:
@@ -130,13 +132,15 @@ def rms(states: Tensor, weight: Tensor) -> Tensor:
     return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def rotated(states: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions [S] of states [S, H, d]."""
-    rates = THETA ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
+def rotated(states: Tensor, positions: Tensor, share: float) -> Tensor:
+    """Rotary positions [S] of the first dimensions, a share of all, of states [S, H, d]."""
+    size = int(share * HEAD)
+    states, rest = states[..., :size], states[..., size:]
+    rates = THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = positions.double().view(-1, 1, 1) * rates  # [S, 1, d / 2]
     left, right = states.chunk(2, -1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
 
 def convolved(of: dict[str, Tensor], part: str, normed: Tensor) -> list[Any]:
@@ -184,8 +188,8 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
             F.linear(read, of[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD))
             for name, read in (("q", normed), ("k", both), ("v", both))
         )
-        query = rotated(rms(query, of["self_attn.q_norm.weight"]), positions[text:])
-        key = rotated(rms(key, of["self_attn.k_norm.weight"]), positions)
+        query = rotated(rms(query, of["self_attn.q_norm.weight"]), positions[text:], form.share)
+        key = rotated(rms(key, of["self_attn.k_norm.weight"]), positions, form.share)
         key, value = (each.repeat_interleave(HEADS // KV, 1) for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD**0.5
         shares = scores.masked_fill(~form.sees(number, text), -torch.inf).softmax(-1)

@@ -27,6 +27,7 @@ class Variant:
     wide: int = 24
     layers: int = 1
     qk_norm: bool = False
+    share: float = 1.0  # of each head, that positions turn
     window: int | None = None
     types: tuple[str, ...] = ()
     parallel: bool = False
@@ -43,6 +44,8 @@ class Variant:
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv,
             "num_hidden_layers": self.layers, "rms_norm_eps": EPS, "rope_theta": THETA,
         }  # fmt: skip
+        if self.share != 1:
+            inner["partial_rotary_factor"] = self.share
         if self.window:
             inner |= {"sliding_window": self.window, "layer_types": list(self.types)}
             inner |= {"use_sliding_window": True} if self.qk_norm else {}
@@ -147,8 +150,9 @@ class Variant:
         if self.qk_norm:
             query = rms(query, own["self_attn.q_norm.weight"])
             key = rms(key, own["self_attn.k_norm.weight"])
-        key, value = (x.repeat_interleave(self.heads // self.kv, 1) for x in (rotated(key), value))
-        scores = torch.einsum("qhd,khd->hqk", rotated(query), key) / size**0.5
+        query, key = (rotated(states, self.share) for states in (query, key))
+        key, value = (x.repeat_interleave(self.heads // self.kv, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
         at = torch.arange(len(reads))
         seen = at.unsqueeze(1) >= at
         if self.window and self.types[number] == "sliding_attention":
@@ -162,14 +166,15 @@ def rms(states: Tensor, weight: Tensor) -> Tensor:
     return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def rotated(states: Tensor) -> Tensor:
-    """Rotary positions 0, 1, … of states [T, H, d]."""
-    size = states.shape[-1]
+def rotated(states: Tensor, share: float = 1.0) -> Tensor:
+    """Rotary positions 0, 1, … of the first dimensions, a share of all, of states [T, H, d]."""
+    size = int(share * states.shape[-1])
+    states, rest = states[..., :size], states[..., size:]
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     angle = torch.arange(len(states), dtype=torch.float64).unsqueeze(1) / THETA**exponents
     cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)  # [T, 1, d / 2]
     left, right = states.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
 
 WINDOW = ("sliding_attention",)
@@ -183,6 +188,8 @@ VARIANTS = {
     "fc_norm": Variant(flags=("fc_norm", "norm_output"), first="midlayer."),
     "window": Variant(window=3, types=WINDOW),
     "two layers": Variant(layers=2, window=4, types=("full_attention", *WINDOW)),
+    "a share of each head": Variant(share=0.5, first="midlayer."),
+    "a share, with norms": Variant(share=0.25, qk_norm=True, layers=2),
     "q and k norms": Variant(qk_norm=True, flags=("norm_before_residual",)),
     "of all": Variant(
         layers=2, qk_norm=True, window=4, types=("full_attention", *WINDOW),

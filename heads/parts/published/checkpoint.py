@@ -60,6 +60,13 @@ def other_activation(layer: Mapping[str, Any]) -> str:
     return "" if name == "silu" else f"its MLP has the activation {name}, expected silu"
 
 
+def turns_a_share(layer: Mapping[str, Any]) -> str:
+    """How rotary positions differ from those of whole heads; empty if not."""
+    share = layer.get("partial_rotary_factor", 1)
+    what = f"its rotary positions turn {share:g} of each head (partial_rotary_factor)"
+    return "" if share == 1 else what
+
+
 _OF_MOST_POSITIONS = ("dynamic", "longrope")
 """Kinds of rotary positions whose angles depend on `max_position_embeddings`."""
 

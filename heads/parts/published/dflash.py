@@ -29,9 +29,10 @@ from .checkpoint import (
     other_activation,
     scaled_embeddings,
     speculators_config,
+    turns_a_share,
 )
 from .layer_ids import check_writable, read_layer_ids
-from .layers import check_neutral, layer_config, read_layers
+from .layers import check_neutral, layer_config, read_layers, share_of
 from .vocabulary import read_vocabulary, write_vocabulary
 
 _MARKOV = "markov_head.markov_w1.weight"
@@ -98,7 +99,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         "layers": layer.get("num_hidden_layers", 1), "feature_layers": read,
         "mask_token_id": int(token), "window": layer.get("sliding_window", 0),
         "sample_from_anchor": from_anchor, "depths": int(block) - (not from_anchor),
-        **_causality(said),
+        **_causality(said), **share_of(layer),
     }  # fmt: skip
     if _MARKOV in found:
         known["markov_rank"] = found[_MARKOV].shape[1]
@@ -236,6 +237,8 @@ def _check_parts(drafter: Any, form: str) -> None:
     check_writable(drafter, form, block=True)
     if form not in ("speculators", "original") and (what := other_activation(own.layer)):
         raise cannot_be_written(form, what, "export it to speculators or original")
+    if form in ("speculators", "original") and (what := turns_a_share(own.layer)):
+        raise cannot_be_written(form, what, "export it to vllm or sglang")
     if own.selector_rank and not own.selector_top_k:
         what = "its selector chooses among all tokens (selector_top_k=0), and theirs among the best"
         raise cannot_be_written(form, what, "train it with drafter.selector_top_k=16")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checkpoint import Found
 from ...core import FINAL, ArtifactError
 from .layer_ids import read_layer_ids
-from .layers import layer_config, read_layers
+from .layers import layer_config, read_layers, share_of
 from .vocabulary import read_vocabulary
 
 _LAYERS, _FIRST = "model.layers.", "model.layers.0."
@@ -107,7 +107,8 @@ def _reads_final_state(config: dict[str, Any], found: dict[str, Tensor]) -> bool
 
 def _known(config: dict[str, Any], found: dict[str, Tensor], size: int | None) -> dict[str, Any]:
     """What every checkpoint says of the family's config; size is that of the vocabulary."""
-    known: dict[str, Any] = {"layer": read_layers(config, found)}
+    layer = read_layers(config, found)
+    known: dict[str, Any] = {"layer": layer, **share_of(layer)}
     if _EMBEDDING in found:
         known["embedding"] = "own"  # unless it is the target's, see `Drafter.completed`
         size = size or len(found[_EMBEDDING])

@@ -15,6 +15,7 @@ from .checkpoint import (
     other_activation,
     scaled_embeddings,
     speculators_config,
+    turns_a_share,
 )
 from .eagle import AUTHORS_1, AUTHORS_3, HOT, SPECULATORS_1, SPECULATORS_3, with_prefix
 from .layer_ids import check_writable, ids_by_input, ids_by_output
@@ -56,6 +57,7 @@ def _special(drafter: Any, new: tuple[str, ...]) -> list[tuple[Any, str, tuple[s
         (other_activation(layer), other_activation(layer), ("speculators", "original")),
         (layer.get("rope_scaling"), "its rotary positions are scaled (rope_scaling)",
          ("vllm", "sglang", "speculators", _TENSORRT, _LLAMA_CPP)),
+        (turns_a_share(layer), turns_a_share(layer), ("vllm", "sglang", _TENSORRT)),
         (narrow, f"it is {layer['hidden_size']} wide and its target {wide}",
          ("vllm", "sglang", "original", _TENSORRT, _LLAMA_CPP)),
         (own.embedding == "own" and not narrow, "its embeddings are not its target's",

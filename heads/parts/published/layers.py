@@ -25,6 +25,9 @@ _NEUTRAL = {"use_gemma_norm": False, "is_neox_style": True, "rope_is_neox_style"
 _MOST_POSITIONS = 2048
 """What Llama's configs mean that do not say max_position_embeddings."""
 
+_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+
 _ORIGINAL = "original_max_position_embeddings"
 _OF_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 """Rotary positions scaled from those of a shorter text. Configs say its length among them or, as
@@ -61,14 +64,15 @@ def read_layers(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, A
             f"expected one of: {', '.join(sorted(filter(None, _KNOWN)))}."
         )
     up = found.get(f"{_PREFIX}0.mlp.up_proj.weight")
+    heads = _heads(inner, found, size)
     layer = {
         "hidden_size": size,
         "intermediate_size": inner.get("intermediate_size") if up is None else len(up),
-        **_heads(inner, found, size),
+        **heads,
         "hidden_act": inner.get("hidden_act", "silu"),
         "max_position_embeddings": inner.get("max_position_embeddings", _MOST_POSITIONS),
         "rms_norm_eps": inner.get("rms_norm_eps", 1e-6),
-        **_rotary(inner),
+        **_rotary(inner, heads["head_dim"]),
     }
     layer |= _biases(found, size, count) | _windows(inner, count)
     if f"{_PREFIX}0.self_attn.q_norm.weight" in found:
@@ -113,7 +117,14 @@ def _heads(inner: dict[str, Any], found: dict[str, Tensor], size: int) -> dict[s
     return sizes | {"head_dim": width}
 
 
-def _rotary(inner: dict[str, Any]) -> dict[str, Any]:
+def _rotary(inner: dict[str, Any], width: int) -> dict[str, Any]:
+    """Rotary positions; of a model of images and text (mrope), those that text has.
+
+    Text has the same position in all sections, and so the angles of one without sections.
+
+    Args:
+        width: of a head.
+    """
     rope = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
         raise ArtifactError(
@@ -121,16 +132,22 @@ def _rotary(inner: dict[str, Any]) -> dict[str, Any]:
             "the same for all."
         )
     theta = rope.pop("rope_theta", None) or inner.get("rope_theta") or 10_000.0
+    share = _share(inner, rope, width)
+    for name in (*_SHARES, *_SECTIONS, "rope_dim"):
+        rope.pop(name, None)
     rope = {"rope_type": rope.pop("type", "default"), **rope}
-    kind, part = rope["rope_type"], rope.get("partial_rotary_factor")
+    if rope["rope_type"] == "mrope":
+        rope["rope_type"] = "default"
+    kind = rope["rope_type"]
     if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
         raise ArtifactError(
             f"its rotary positions are of kind {kind!r}; expected default or one of: "
             f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
         )
-    if (part := part or inner.get("partial_rotary_factor")) not in (None, 1, 1.0):
+    if kind == "proportional" and share != 1:
         raise ArtifactError(
-            f"its rotary positions turn {part} of each head (partial_rotary_factor); expected all."
+            f"its rotary positions turn {share} of each head with the angles of the whole "
+            "(proportional); expected another kind, or all of each head."
         )
     if kind in _OF_ORIGINAL_LENGTH:
         most = inner.get("max_position_embeddings", _MOST_POSITIONS)
@@ -138,7 +155,21 @@ def _rotary(inner: dict[str, Any]) -> dict[str, Any]:
         rope[_ORIGINAL] = original
         if kind != "llama3" and rope.get("factor") is None:
             rope["factor"] = most / original
-    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
+    said = {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
+    return said | ({} if share == 1 else {"partial_rotary_factor": share})
+
+
+def share_of(layer: dict[str, Any]) -> dict[str, float]:
+    """The family's setting for the share that the positions of a read layer turn."""
+    return {"partial_rotary_factor": float(layer.get("partial_rotary_factor", 1))}
+
+
+def _share(inner: dict[str, Any], rope: dict[str, Any], width: int) -> float:
+    """Which share of each head the positions turn, by its size or by its names in configs."""
+    if size := rope.get("rope_dim"):  # which engines read first
+        return size / width
+    said = (where.get(name) for where in (rope, inner) for name in _SHARES)
+    return next((share for share in said if share is not None), 1)
 
 
 def _biases(found: dict[str, Tensor], size: int, count: int) -> dict[str, Any]:
