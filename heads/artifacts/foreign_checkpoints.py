@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core import ArtifactError, OptionError, load_pretrained
+from ..core import FINAL, ArtifactError, OptionError, load_pretrained
 from ..declared.pard import PARALLEL
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
@@ -68,6 +68,7 @@ def load_checkpoint(
         check_settings(source.folder, config, allowed=("auto_map", "quantization_config"))
         return _load_language_model(source, target, tokenizer, options)
     kind, fields, tensors = found
+    names_layers = "feature_layers" in fields
     text = target.config.get_text_config(decoder=True)
     _check_sizes(fields, text, source)
     try:
@@ -90,6 +91,11 @@ def load_checkpoint(
             f"{source} cannot be read as {config_class.family_name()} ({brief(error)}); "
             "download it again."
         ) from error
+    if not names_layers and FINAL not in (layers := drafter_config.feature_layers):
+        logger.warning(
+            f"{source} names no layers of the target, so it reads the inputs of layers "
+            f"{', '.join(map(str, layers))}, those that engines take for it."
+        )
     base = _named_target(config)
     if target_is_known or (base and base == target.name_or_path):
         return drafter

@@ -25,6 +25,9 @@ _OF_TARGET = (
     *("hidden_size", "vocab_size", "feature_layers", "layer"),
     *("head_dims", "rope_parameters"),  # of Gemma 4's assistants
 )
+_UNNAMED = {"eagle3": "2, L/2 and L - 3", "dflash": "2 … L - 2, evenly spread"}
+"""Which layers a drafter reads whose config names none; a block drafter of one layer, L/2 + 1."""
+
 _NAMED = ("base_model_name_or_path", "target_model_name_or_path")
 
 
@@ -55,7 +58,7 @@ def describe_foreign(source: DrafterSource) -> dict[str, Any]:
                 "feature_layers": list(fields.get("feature_layers", config_class.feature_layers)),
                 "tensors": dict(sorted(stored.items())),
                 "parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point()),
-                "needs": _needs(fields),
+                "needs": _needs(fields, config_class.family_name()),
             }  # fmt: skip
     except ArtifactError as error:
         found["problem"] = str(error)
@@ -97,7 +100,7 @@ def _tensor(tensor: Any) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": dtype}
 
 
-def _needs(fields: dict[str, Any]) -> list[str]:
+def _needs(fields: dict[str, Any], family: str) -> list[str]:
     """What a target must be, and have, for this drafter: a line each."""
     sizes = [
         f"{what} {fields[name]:,}"
@@ -109,8 +112,8 @@ def _needs(fields: dict[str, Any]) -> list[str]:
         outputs = ", ".join(str(layer - 1) for layer in layers)
         inputs = ", ".join(map(str, layers))
         needs.append(f"the inputs of its layers {inputs} (the outputs of {outputs})")
-    elif "norm_before_residual" in fields:  # EAGLE-3
-        needs.append("the inputs of its layers 2, L/2 and L - 3, of L: the config names none")
+    elif unnamed := _UNNAMED.get(family):
+        needs.append(f"the inputs of its layers {unnamed}, of L: the config names none")
     for kind in sorted(sizes := fields.get("head_dims", {})):
         needs.append(f"a Gemma 4 with keys and values of size {sizes[kind]} in its {kind}")
     if fields.get("embedding") == "own":

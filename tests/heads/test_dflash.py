@@ -19,6 +19,7 @@ from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.losses.draft_loss import head_labels, some_starts, unbroken
 from tests.support import published_dflash as published
 from tests.support.best import found_by_kernels
+from tests.support.drafters import deep
 from tests.support.published_dflash import Form, by_hand
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
 
@@ -154,6 +155,22 @@ def test_of_speculators_the_newest_place_drafts_where_it_is_said(
         assert found.max_depth == form.block - (not expected)
 
 
+def test_layers_that_no_config_names_are_the_published_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the authors' code, SGLang and AngelSlim choose them: here 2 and 5 of 7."""
+    form = Form()
+    found: Any = {}
+    for name, ids in (("unnamed", {}), ("named", {"target_layer_ids": [1, 4]})):
+        caplog.clear()
+        config = form.config | {"dflash_config": {"mask_token_id": published.MASK, **ids}}
+        config |= {"architectures": ["QwenDFlashDraftModel"]}  # AngelSlim's
+        found[name] = load_drafter(write(tmp_path / name, config, form.tensors), deep())
+        assert ("it reads the inputs of layers 2, 5, those" in caplog.text) == (not ids)
+    assert list(found["unnamed"].config.feature_layers) == [2, 5]
+    assert found["unnamed"].config.to_dict() == found["named"].config.to_dict()
+
+
 @pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="this transformers has none"
 )
@@ -236,7 +253,10 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
         (*changed(Form(), dflash_config=OTHER), "sets swa_window_size to 5, which is not run"),
         (*changed(Form(window=4), dflash_config=OTHER), "expected 4 or no such setting"),
         (Form().config, NORMLESS, "have no norms of queries and keys"),
-        (*changed(Form(), dflash_config={"mask_token_id": 3}), "target_layer_ids for 0 layers"),
+        (*changed(Form(), {"fc.weight": torch.ones(32, 96)}, dflash_config={"mask_token_id": 3}),
+         "no target_layer_ids, and fc reads 96 entries, not those of 2 layers"),
+        (*changed(Form(), dflash_config={"mask_token_id": 3, "target_layer_ids": [1]}),
+         "target_layer_ids for 1 layers"),
         (*changed(Form(), dflash_config={"target_layer_ids": [0, 1]}), "mask_token_id None"),
         (*changed(Form(), dflash_config={"mask_token_id": 99, "target_layer_ids": [0, 1]}),
          "mask_token_id is 99; expected 0 … 63"),

@@ -42,7 +42,10 @@ _DFLASH2_SAYS = (
     "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size", "output_multiplier",
     "final_logit_softcapping",
 )  # fmt: skip
-_DFLASH = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
+_DFLASH = (
+    *("DFlashDraftModel", "Qwen3DFlashDraftModel", "QwenDFlashDraftModel"),  # the last AngelSlim's
+    "DFlashSpeculator",
+)
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 _DFLASH2 = "DFlash2DraftModel"
 _SPECULATORS = {"dflash": _DFLASH[-1], "dspark": _DSPARK[-1], "dflash2": _DFLASH2}
@@ -85,18 +88,20 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     window = layer_config(config).get("sliding_window")
     check_neutral(said, {"attention_value_scale": 1, "swa_window_size": window})
     token, block = said.get("mask_token_id"), said.get("block_size")
-    if token is None or not block or found["fc.weight"].shape[1] != len(read) * size:
+    layers = layer.get("num_hidden_layers", 1)
+    if token is None or not block or found["fc.weight"].shape[1] != (len(read) or layers) * size:
+        named = f"target_layer_ids for {len(read)} layers" if read else "no target_layer_ids"
         raise ArtifactError(
-            f"its config says mask_token_id {token}, block_size {block} and target_layer_ids for "
-            f"{len(read)} layers, and fc reads {found['fc.weight'].shape[1]} entries; restore the "
-            "config that was published."
+            f"its config says mask_token_id {token}, block_size {block} and {named}, and fc reads "
+            f"{found['fc.weight'].shape[1]} entries, not those of {len(read) or layers} layers of "
+            "the target; restore the config that was published."
         )
     from_anchor = architecture in _DSPARK and "speculators_model_type" not in said
     from_anchor = bool(said.get("sample_from_anchor", from_anchor))
     vocabulary = layer_config(config).get("vocab_size")
     known = {
         "hidden_size": size, "vocab_size": vocabulary, "layer": layer,
-        "layers": layer.get("num_hidden_layers", 1), "feature_layers": read,
+        "layers": layers, "feature_layers": read or None,
         "mask_token_id": int(token), "window": layer.get("sliding_window", 0),
         "sample_from_anchor": from_anchor, "depths": int(block) - (not from_anchor),
         **_causality(said), **share_of(layer),

@@ -392,7 +392,9 @@ def test_embeddings_of_the_target_are_not_copied(tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [-2, 1, 2]}, 4, "input of layer -2"),
     ],
 )  # fmt: skip
-def test_the_layers_that_are_read(ids: dict, layers: int, read: Any, tmp_path: Path) -> None:
+def test_the_layers_that_are_read(
+    ids: dict, layers: int, read: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes: dict[str, Any] = COMMON | {"num_hidden_layers": layers}
     model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).eval()
     folder = write(tmp_path / "it", eagle.SAID | ids, eagle.published(3, "midlayer."), MODEL)
@@ -402,6 +404,8 @@ def test_the_layers_that_are_read(ids: dict, layers: int, read: Any, tmp_path: P
         assert read in one_line(caught.value)
         return
     assert list(load_drafter(folder, model).config.feature_layers) == read
+    said = f"so it reads the inputs of layers {', '.join(map(str, read))}, those that engines take"
+    assert (said in caplog.text) == (not ids)
 
 
 def latent(tensors: Tensors) -> Tensors:

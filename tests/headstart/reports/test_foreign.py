@@ -14,6 +14,7 @@ from headstart.heads.artifacts.source import DrafterSource
 from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
 from headstart.reports.tables import grid, plain_console
 from tests.support import gemma4
+from tests.support import published_dflash as dflash
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
 from tests.support.published_eagle3 import VARIANTS
@@ -54,6 +55,19 @@ def test_what_it_is_and_what_it_needs(tmp_path: Path) -> None:
     shown = out.getvalue()
     for part in ("speculators", "eagle3", "layer: sliding_window", "fc.weight", "0, 1, 2"):
         assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        (eagle.SAID, eagle.published(3, "midlayer."), "2, L/2 and L - 3, of L"),
+        (dflash.Form().config | {"dflash_config": {"mask_token_id": 3}}, dflash.Form().tensors,
+         "2 … L - 2, evenly spread, of L"),
+    ],
+)  # fmt: skip
+def test_layers_that_are_not_named(config: Any, tensors: Any, said: str, tmp_path: Path) -> None:
+    found = describe_foreign(write(tmp_path / "head", config, tensors, "model.safetensors"))
+    assert f"the inputs of its layers {said}: the config names none" in found["needs"]
 
 
 def test_an_assistant_of_gemma_4(tmp_path: Path) -> None:
