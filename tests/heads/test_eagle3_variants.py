@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from headstart.heads import ArtifactError, OptionError, family, load_drafter
 from headstart.heads.artifacts.export import export_drafter, largest_difference
 from headstart.infer import Speculator
 from tests.support.drafters import deep
-from tests.support.published_eagle import KEPT, random
+from tests.support.published_eagle import KEPT, SAID, published, random
 from tests.support.published_eagle3 import TARGET, VARIANTS
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
 
@@ -154,6 +155,33 @@ def test_decoding_is_exact(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     text = Speculator(tiny("llama"), drafter).generate(ids, **options)
     assert torch.equal(text, Speculator(tiny("llama")).generate(ids, **options))
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "tensorrt-llm", "llama.cpp", "speculators"])
+def test_a_head_that_reads_the_final_state_goes_out(form: str, tmp_path: Path) -> None:
+    """To engines that hand it over as it is; one whose `fc` changes it goes nowhere."""
+    tensors = published(3, "midlayer.")
+    del tensors["fc.weight"], tensors["embed_tokens.weight"]
+    config = SAID | {"eagle_config": {"use_aux_hidden_state": False}}
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    drafter: Any = load_drafter(tmp_path / "head", tiny("llama"))
+    if form not in ("vllm", "sglang"):
+        with pytest.raises(ArtifactError, match="it reads what the target's last norm returns"):
+            export_drafter(drafter, form, tmp_path / "out")
+        return
+    export_drafter(drafter, form, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_config"] == {"use_aux_hidden_state": False}
+    assert "eagle_aux_hidden_state_layer_ids" not in config
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.keys() == sorted(tensors)
+        assert all(file.get_tensor(name).equal(tensors[name]) for name in tensors)
+    drafter.fc.weight.data[0, 1] = 0.5
+    with pytest.raises(ArtifactError) as caught:
+        export_drafter(drafter, form, tmp_path / "other")
+    assert "without fc and norms before it" in one_line(caught.value)
 
 
 def test_other_names_of_norms_mean_the_same(tmp_path: Path) -> None:

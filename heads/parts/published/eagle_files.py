@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import output_rows, weight_of
+from ...core import FINAL, output_rows, weight_of
 from .checkpoint import (
     Checkpoint,
     cannot_be_written,
@@ -18,11 +18,14 @@ from .checkpoint import (
     turns_a_share,
 )
 from .eagle import AUTHORS_1, AUTHORS_3, HOT, SPECULATORS_1, SPECULATORS_3, with_prefix
-from .layer_ids import check_writable, ids_by_input, ids_by_output
+from .layer_ids import READS_FINAL_STATE, check_writable, ids_by_input, ids_by_output
 from .vocabulary import write_vocabulary
 
 _FORMS = ("vllm", "sglang", "speculators", "original")
 _TENSORRT, _LLAMA_CPP = "tensorrt-llm", "llama.cpp"  # of EAGLE-3 alone
+_FINAL_STATE = ("vllm", "sglang")
+"""The forms whose engines hand over what the target's last norm returns, in place of states between
+layers."""
 
 
 def _check(form: str, special: list[tuple[Any, str, tuple[str, ...]]]) -> None:
@@ -151,7 +154,11 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     own, tensors = drafter.config, dict(drafter.state_dict())
     layer, layers, new = own.layer, list(own.feature_layers), ("vllm", "speculators")
     normed, count = (*new, "sglang", _TENSORRT), len(layers)
-    check_writable(drafter, form)
+    final = layers == [FINAL] and form in _FINAL_STATE
+    if final:
+        _leave_out_fc(drafter, tensors, form)
+    else:
+        check_writable(drafter, form)
     _check(form, [
         (count != 3, f"it reads {count} layers of the target, expected 3", normed),
         (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)",
@@ -167,7 +174,9 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     ids = tensors.pop("vocabulary", None)
     if ids is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
-    config = llama_config(drafter, layer) | ({"num_aux_hidden_states": count} if count != 3 else {})
+    config = llama_config(drafter, layer)
+    if count != 3 and not final:
+        config["num_aux_hidden_states"] = count
     said: dict[str, Any] = {
         "draft_vocab_size": own.output_size, "norm_before_residual": own.norm_before_residual,
     }  # fmt: skip
@@ -191,8 +200,8 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         embedding = weight_of(drafter.target.get_input_embeddings()).to(drafter.dtype)
         tensors.setdefault("embed_tokens.weight", embedding)
         return Checkpoint(config, _written(tensors, SPECULATORS_3))
-    by_output = form == "sglang"
-    config |= said | (ids_by_output(layers) if by_output else ids_by_input(layers))
+    ids = ids_by_output if form == "sglang" else ids_by_input
+    config |= said | (READS_FINAL_STATE if final else ids(layers))
     if own.norm_before_fc and form == _TENSORRT:  # which looks for it there
         config["eagle_config"] = {"norm_before_fc": True}
     if drafter.independent:
@@ -200,6 +209,19 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     arch = "Eagle3Qwen3ForCausalLM" if layer.get("qk_norm") else "LlamaForCausalLMEagle3"
     config["architectures"] = [arch]
     return Checkpoint(config, _written(tensors, AUTHORS_3))
+
+
+def _leave_out_fc(drafter: Any, tensors: dict[str, Tensor], form: str) -> None:
+    """Leave out what changes nothing of the target's final state, which engines hand over as it is;
+    an ArtifactError where something is done to it."""
+    own, mixed = drafter.config, tensors.pop("fc.weight")
+    same = mixed.shape[0] == mixed.shape[1] and mixed.equal(torch.eye(len(mixed)).to(mixed))
+    if not same or own.norm_before_fc or own.fc_norm or drafter.independent:
+        raise cannot_be_written(
+            form, "it reads what the target's last norm returns, and the engine hands that to the "
+            "first layer as it is, without fc and norms before it",
+            "decode with it here, or train it with other drafter.feature_layers",
+        )  # fmt: skip
 
 
 def _written(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:

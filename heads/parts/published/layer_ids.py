@@ -106,6 +106,10 @@ def check_writable(drafter: Any, form: str, block: bool = False) -> None:
     )
 
 
+READS_FINAL_STATE: dict[str, Any] = {"eagle_config": {"use_aux_hidden_state": False}}
+"""The config's entry of a head that reads what the target's last norm returns."""
+
+
 def ids_by_input(layers: Sequence[int]) -> dict[str, Any]:
     """The config's entry that vLLM and speculators read."""
     return {_AUX: list(layers)}
