@@ -45,7 +45,8 @@ def write_with_module(target: PreTrainedModel, module: TargetModule, folder: Pat
         if path.is_file() and path != index and any(fnmatch(path.name, p) for p in MODEL_FILES):
             shutil.copyfile(path, folder / path.name)
     config = read_json(folder / CONFIG)
-    config.get("text_config", config).update(module.settings)
+    of_text = config if module.top else config.get("text_config", config)
+    of_text.update(module.settings)
     write_json(folder / CONFIG, config)
 
     places: dict[str, str] = {}

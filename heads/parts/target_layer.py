@@ -45,8 +45,11 @@ def own_layer_is_known(target: PreTrainedModel) -> bool:
     """Whether `target_layer` is sure to attend as the target's own multi-token prediction does."""
     text = target.config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    own = getattr(text, "mtp_layer_types", None)
+    if text.model_type in _AS_FIRST:  # whose engines heed such a setting, where there is one
+        return own is None or list(own[:1]) == list(types[:1])
     alike = len({types[number] for number in attending_layers(text, alone=False)}) < 2
-    return alike or text.model_type in _AS_FIRST or bool(getattr(text, "mtp_layer_types", None))
+    return alike or bool(own)
 
 
 def one_layer(config: PreTrainedConfig) -> dict[str, Any]:

@@ -54,6 +54,16 @@ def test_its_layer_is_like_the_targets_first(kind: str, tmp_path: Path) -> None:
     assert torch.equal(speculator.generate(ids, attention_mask=mask, **GREEDY), written)
 
 
+def test_a_layer_unlike_the_first_is_not_guessed(tmp_path: Path) -> None:
+    """vLLM heeds `mtp_layer_types` of K-EXAONE; a layer that sees all has positions there alone."""
+    target, _ = windowed_with_module("exaone-moe", tmp_path)
+    target.config.mtp_layer_types = ["sliding_attention"]
+    load_drafter("mtp", target)
+    target.config.mtp_layer_types = ["full_attention"]
+    with pytest.raises(OptionError, match="nothing says whether its own does"):
+        load_drafter("mtp", target)
+
+
 def test_a_layer_that_nothing_tells_of_is_not_guessed(tmp_path: Path) -> None:
     target, _ = windowed_with_module("gemma2", tmp_path)
     with pytest.raises(OptionError, match="nothing says whether its own does") as caught:

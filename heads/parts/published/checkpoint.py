@@ -29,11 +29,13 @@ class TargetModule:
         tensors: by their names there.
         prefix: what the names of all its tensors begin with, and of those that they replace.
         settings: of the language model's config, by which an engine finds the module.
+        top: whether the engine looks for them at the top of the whole model's config.
     """
 
     tensors: dict[str, Tensor]
     prefix: str
     settings: dict[str, Any]
+    top: bool = False
 
 
 def embedding_scale(embedding: Any) -> float:

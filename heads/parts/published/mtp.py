@@ -1,6 +1,7 @@
 """Modules for multi-token prediction: as speculators saves them, or in their target's own files."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,39 +102,66 @@ def _check_knows_all(drafter: Any, engine: str) -> None:
         raise cannot_be_written(engine, what, "train it with drafter.output=shared")
 
 
-_IN_FILES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {},
-    "qwen3_5_text": {"mtp_num_hidden_layers": 1},
-    "qwen3_5_moe_text": {"mtp_num_hidden_layers": 1},
+_VLLM, _SGLANG, _LLAMA_CPP, _OWN = "vLLM", "SGLang", "llama.cpp", "the target's own format"
+_QWEN = (_VLLM, _SGLANG, _LLAMA_CPP, _OWN)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of target whose module engines let continue its normed states, as it does here.
+
+    Attributes:
+        engines: which do.
+        settings: what the language model's config says of one module.
+        around: the type of the model around the language model that they ask for; empty for any.
+    """
+
+    engines: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    around: str = ""
+
+
+_IN_FILES = {
+    "qwen3_next": _Kind(_QWEN),
+    "qwen3_5_text": _Kind(_QWEN, {"mtp_num_hidden_layers": 1}),
+    "qwen3_5_moe_text": _Kind(_QWEN, {"mtp_num_hidden_layers": 1}),
+    "exaone_moe": _Kind((_VLLM, _SGLANG, _OWN), {"num_nextn_predict_layers": 1}),
+    "exaone4": _Kind((_VLLM, _OWN), {"num_nextn_predict_layers": 1}, "exaone4_5"),
 }
-"""Types of language models whose module engines let continue its normed states, as it does here,
-and what their configs say of one."""
+"""By the type of the language model."""
 
 
 def _in_files(engine: str) -> Callable[[Any], TargetModule]:
+    able = {name: kind for name, kind in _IN_FILES.items() if engine in kind.engines}
+
     def write(drafter: Any) -> TargetModule:
         own, target = drafter.config, drafter.target.config
-        kind = target.get_text_config(decoder=True).model_type
-        if kind not in _IN_FILES or own.layer["model_type"] != kind:
-            what = f"its target is of type {kind}, of which no module drafts there as it does here"
-            known = f"those of {', '.join(_IN_FILES)} do, so decode with it here"
-            raise cannot_be_written(engine, what, known)
+        name = target.get_text_config(decoder=True).model_type
+        kind = able.get(name) if own.layer["model_type"] == name else None
+        if kind is None or kind.around not in ("", target.model_type):
+            what = f"its target is of type {name}, of which no module drafts there as it does here"
+            known = ", ".join(each.around or name for name, each in able.items())
+            raise cannot_be_written(engine, what, f"those of {known} do, so decode with it here")
+        if name == "exaone_moe" and any(".experts." in name for name in drafter.state_dict()):
+            what = "its layer has experts, and engines run one without them"
+            raise cannot_be_written(engine, what, "decode with it here")
         _check_knows_all(drafter, engine)
         if own.embedding == "own":
             raise cannot_be_written(engine, "it embeds tokens by itself", "decode with it here")
         if getattr(target, "quantization_config", None) is not None:
             what = "its target is quantized, and the module would be read as quantized too"
             raise cannot_be_written(engine, what, "export it beside the target in full precision")
-        return TargetModule(named_tensors(drafter), PREFIX, _IN_FILES[kind])
+        top = bool(kind.around)
+        return TargetModule(named_tensors(drafter), PREFIX, kind.settings, top)
 
     return write
 
 
 MTP: dict[str, Callable[[Any], Checkpoint | TargetModule]] = {
     "speculators": _write,
-    "vllm": _in_files("vLLM"),
-    "sglang": _in_files("SGLang"),
-    "llama.cpp": _in_files("llama.cpp"),
-    "original": _in_files("the target's own format"),
+    "vllm": _in_files(_VLLM),
+    "sglang": _in_files(_SGLANG),
+    "llama.cpp": _in_files(_LLAMA_CPP),
+    "original": _in_files(_OWN),
 }
 """What writes a drafter in each format."""

@@ -17,7 +17,7 @@ from headstart.heads.artifacts.engines import serve_line
 from headstart.heads.artifacts.export import export_drafter, is_copy_of_target
 from headstart.heads.artifacts.trimming import trimmed
 from tests.support.drafters import made
-from tests.support.shipped_mtp import HYBRIDS, hybrid_with_module
+from tests.support.shipped_mtp import HYBRIDS, hybrid_with_module, windowed_with_module
 from tests.support.tiny import one_line, tiny
 
 FORMS = ("vllm", "sglang", "llama.cpp", "original")
@@ -101,6 +101,52 @@ def test_the_config_of_a_model_that_also_sees_images_holds_it_for_its_text(tmp_p
     export_drafter(load_drafter("mtp", target), "vllm", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["text_config"]["mtp_num_hidden_layers"] == 1 and len(config) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "able"), [("exaone-moe", {"vllm", "sglang", "original"}), ("exaone4", set())]
+)
+def test_modules_of_exaone_go_where_engines_run_them(
+    kind: str, able: set[str], tmp_path: Path
+) -> None:
+    target, module = windowed_with_module(kind, tmp_path / "target")
+    drafter: Any = load_drafter("mtp", target)
+    for form in FORMS:
+        if form not in able:
+            with pytest.raises(ArtifactError, match="of which no module drafts there"):
+                export_drafter(drafter, form, tmp_path / form)
+            continue
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        assert config["num_nextn_predict_layers"] == 1
+        found = {n: t for n, t in weights(tmp_path / form).items() if n.startswith("mtp.")}
+        assert found.keys() == {f"mtp.{name}" for name in module}
+        assert all(found[f"mtp.{name}"].equal(tensor) for name, tensor in module.items())
+
+
+def test_of_exaone_4_5_vllm_reads_the_count_at_the_top(tmp_path: Path) -> None:
+    """Its language model alone has no module in vLLM; the config of the whole has two parts."""
+    target, _ = windowed_with_module("exaone4", tmp_path / "target")
+    drafter: Any = load_drafter("mtp", target)
+    path = tmp_path / "target" / "config.json"
+    whole = tf.Exaone4_5_Config(text_config=json.loads(path.read_text()))
+    path.write_text(json.dumps(whole.to_dict() | {"num_nextn_predict_layers": 3}))
+    target.config = whole
+    for form in ("vllm", "original"):
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        assert config["num_nextn_predict_layers"] == 1
+        assert "num_nextn_predict_layers" not in config["text_config"]
+    for form in ("sglang", "llama.cpp"):
+        with pytest.raises(ArtifactError, match="of which no module drafts there"):
+            export_drafter(drafter, form, tmp_path / form)
+
+
+def test_experts_in_a_module_of_k_exaone_are_refused(tmp_path: Path) -> None:
+    target, _ = windowed_with_module("exaone-moe", tmp_path / "target")
+    target.config.mlp_layer_types[0] = "sparse"
+    with pytest.raises(ArtifactError, match="its layer has experts"):
+        export_drafter(made("mtp", target), "vllm", tmp_path / "out")
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
