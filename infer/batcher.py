@@ -26,6 +26,7 @@ from headstart.heads.core import RowSettings, in_parts
 from .continuous import Stream
 from .decoding_method import DecodingMethod, Given
 from .generate_options import Ending
+from .log_probabilities import LogProbabilities
 from .prompts import Manner, Piece, Prompt
 from .request import Request
 from .rules.registry import find_rule
@@ -179,7 +180,7 @@ class Batcher(DecodingMethod):
         if streamer is not None:
             streamer.end()
         stats.decode_seconds = time.perf_counter() - job.begun - stats.prefill_seconds
-        stats.drafted = text.drafted
+        stats.drafted, stats.logprobs = text.drafted, text.logprobs
         return text.sequences
 
     def _job(
@@ -221,7 +222,7 @@ class Batcher(DecodingMethod):
             # Of the other rules none decodes greedily beside rows that are sampled.
             kind = sampled and not find_rule(self.speculator.rule).same_text
         job = _Job(None, manner, (kind, frozenset(eos)))
-        job.prompt = replace(prompt, key=job)
+        job.prompt = replace(prompt, key=job, logprobs=request.logprobs)
         return job
 
     def _by_itself(self, job: _Job, given: Given, streamer: BaseStreamer | None) -> Any:
@@ -333,3 +334,10 @@ class _Text:
         depths = [each.depths[:, count] for each, count in kept]
         drafters = [each.drafters[:, count] for each, count in kept]
         return Drafted(np.concatenate(depths, 1), np.concatenate(drafters, 1))
+
+    @property
+    def logprobs(self) -> LogProbabilities | None:
+        """Those of each new token; None where none were asked for."""
+        found = [(each.logprobs, int(each.count[0])) for each in self._rounds]
+        kept = [each.first(count) for each, count in found if each is not None]
+        return LogProbabilities.joined(kept) if kept else None

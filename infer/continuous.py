@@ -165,6 +165,8 @@ class Stream:
                 continue
             drafter = None if emitted.drafter is None else emitted.drafter[only]
             own = Emitted(emitted.count[only], emitted.nodes[only], emitted.tokens[only], drafter)
+            if emitted.logprobs is not None and (most := running.prompt.logprobs) is not None:
+                own.logprobs = emitted.logprobs.of_row(row, most)
             running.text += emitted.tokens[row, : emitted.count[row]].tolist()
             ended = left[row] == 0
             if ended:
@@ -285,8 +287,12 @@ class Stream:
             self._run_prompts(rows, some)
         if not new:
             return
-        every = [own.prompt.settings for own in self._rows if own is not None]
-        note_rows(self.request.sampling.processors or (), every)
+        every = [own.prompt for own in self._rows if own is not None]
+        note_rows(self.request.sampling.processors or (), [each.settings for each in every])
+        told = [each.logprobs for each in every if each.logprobs is not None]
+        # A power of two, since rounds of each number are captured by themselves.
+        vocabulary = self.request.target.vocabulary
+        self.request.logprobs = min(_power_of_two(max(told)), vocabulary) if told else None
         if self._begun:
             self.decoding.runner.refill()
         else:

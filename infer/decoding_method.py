@@ -40,6 +40,7 @@ class Given(NamedTuple):
     stopping_criteria: StoppingCriteriaList | None
     generation_config: GenerationConfig | None
     seed: int | Sequence[int] | Tensor | None
+    logprobs: int | None
     model_kwargs: dict[str, Any]
 
 
@@ -92,6 +93,7 @@ class DecodingMethod(ABC):
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
         seed: int | Sequence[int] | Tensor | None = None,
+        logprobs: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode, as `generate` calls it.
@@ -100,6 +102,7 @@ class DecodingMethod(ABC):
             input_ids: [B, P] int64, padded on the left.
             seed: one seed for the batch, or one per row; drawn from torch's default generator when
                 None, so `transformers.set_seed` governs it.
+            logprobs: see `generate`.
 
         Returns:
             [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`,
@@ -111,7 +114,7 @@ class DecodingMethod(ABC):
             DecodingError: the target's logits are NaN, or it has no further position.
         """
         given = (model, input_ids, logits_processor, stopping_criteria, generation_config, seed)
-        return self._decode(Given(*given, model_kwargs), streamer)
+        return self._decode(Given(*given, logprobs, model_kwargs), streamer)
 
     @abstractmethod
     def _decode(self, given: Given, streamer: BaseStreamer | None) -> Any:
@@ -143,8 +146,10 @@ class DecodingMethod(ABC):
                 `logits_processor`, `stopping_criteria`, `num_return_sequences`,
                 `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
                 `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
-                one for the batch or one per row, which makes sampling repeatable; and a `grammar`,
-                a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`).
+                one for the batch or one per row, which makes sampling repeatable; a `grammar`,
+                a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`); and
+                `logprobs`, a number of tokens: `stats.logprobs` then has the log-probability of
+                each new token and of as many of the most likely ones, see `LogProbabilities`.
 
         Returns:
             [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with

@@ -126,8 +126,9 @@ class Decoding:
     def _take(self, packed: np.ndarray, steps: int) -> Emitted:
         """Cut what a round accepted, a report of `steps` tokens a row, where the rows end."""
         request, rows = self.request, self.request.rows
-        tokens, nodes, met, drafter, broken = unpack(request, packed, steps)
+        tokens, nodes, met, drafter, logprobs, broken = unpack(request, packed, steps)
         emitted, cut = rows.take(nodes, tokens, met, drafter)
+        emitted.logprobs = logprobs
         if cut or (rows.ended and not self.runner.holds_ended_rows):
             self.runner.restore_ended_rows(emitted.count)
         if cut and self.faults is None:

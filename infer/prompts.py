@@ -23,6 +23,7 @@ class Prompt:
         new_tokens: at most so many are written.
         seed: of its noise, where it is sampled.
         settings: how it is sampled, in a stream whose prompts differ in that.
+        logprobs: see `Request.logprobs`.
     """
 
     key: Any
@@ -30,6 +31,7 @@ class Prompt:
     new_tokens: int
     seed: int = 0
     settings: RowSettings = RowSettings()  # noqa: RUF009 - a tuple
+    logprobs: int | None = None
 
     @property
     def longest(self) -> int:

@@ -3,6 +3,7 @@
 from .batcher import Batcher
 from .grammars import Grammar
 from .loading import load
+from .log_probabilities import LogProbabilities
 from .loop import Decoding
 from .recorder import Recorder
 from .request import Request

@@ -114,6 +114,7 @@ def replay_round(
             stopping_criteria,
             generation_config,
             seed,
+            None,
             model_kwargs,
         )
         decoding = Decoding(request)

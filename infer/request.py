@@ -73,6 +73,8 @@ class Request:
         rows: what the host knows of each row. This and the following are there from the prefill on.
         text, committed, states: what the device holds; the states are the drafters' own.
         device: that the target runs on.
+        logprobs: how many of the most likely tokens are told at each place, with log-probabilities;
+            None where no request asks for any.
         offset: [B, A], from a root's position to the text's columns of the tokens after it.
         alive: [B] int64, 1 for rows that go on and 0 for those that have ended, where rounds start
             before the last one's tokens are checked; else None.
@@ -88,6 +90,7 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     pad: int = 0
     record: Record | None = None
+    logprobs: int | None = None
     rows: Rows = field(init=False)
     text: Text = field(init=False)
     committed: Committed = field(init=False)

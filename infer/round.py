@@ -15,6 +15,7 @@ from torch import Tensor
 from headstart.heads import DrafterGroup, Step, TokenTree
 from headstart.heads.group import GroupMember, proposer
 
+from .log_probabilities import LogProbabilities
 from .request import Request
 from .rules.rule_api import Accepted
 from .trees.policy import Committed
@@ -27,6 +28,7 @@ class Report(NamedTuple):
     nodes: np.ndarray  # [B] of the accepted path
     met: np.ndarray | None  # [B, A] after which tokens the stopping criteria held; None without any
     drafter: np.ndarray | None  # [B] whose part holds the path; None but of several drafters
+    logprobs: LogProbabilities | None  # [B, A]; None where no request asks for them
     broken: np.ndarray | None  # [B] whose proposals were NaN or infinite; None: nobody looked
 
 
@@ -102,7 +104,7 @@ def accept_and_commit(
     if record is not None and scores:
         record.note(accepted.path, scores=scores[0], logits=logits)
     tokens, count = accepted.tokens, accepted.count  # [B, A], [B]
-    report = pack(request, accepted, check)
+    report = pack(request, accepted, logits, check)
     if request.alive is not None:
         # Rows that have ended commit nothing, and tokens may not be checked yet.
         tokens, count = tokens.clamp(min=0), count * request.alive
@@ -114,8 +116,14 @@ def accept_and_commit(
     return Committed(features, tokens, count, lengths + count), report
 
 
-def pack(request: Request, accepted: Accepted, check: ProposalCheck | None) -> Tensor:
-    """A round's report, on the device, see `unpack`; text that is kept takes the tokens too."""
+def pack(
+    request: Request, accepted: Accepted, logits: Tensor, check: ProposalCheck | None
+) -> Tensor:
+    """A round's report, on the device, see `unpack`; text that is kept takes the tokens too.
+
+    Args:
+        logits: [B, N, V] of the tree's nodes.
+    """
     tokens, steps = accepted.tokens, accepted.tokens.shape[1]
     parts = [tokens, accepted.count] if steps > 1 else [tokens]  # a tree's root is accepted
     if steps > 1 and len(request.first_nodes) > 1:
@@ -126,6 +134,8 @@ def pack(request: Request, accepted: Accepted, check: ProposalCheck | None) -> T
         request.text.ids.scatter_(1, columns, tokens.clamp(min=0))
     if request.criteria:
         parts.append(_criteria_met(request, steps))
+    if request.logprobs is not None:
+        parts += LogProbabilities.pack(logits, accepted.path, tokens, request.logprobs)
     if check is not None and (broken := check.broken()) is not None:
         parts.append(broken)
     return torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else tokens
@@ -134,7 +144,7 @@ def pack(request: Request, accepted: Accepted, check: ProposalCheck | None) -> T
 def unpack(request: Request, packed: np.ndarray, steps: int) -> Report:
     """A report as `pack` made it, of A = `steps` tokens a row."""
     batch = len(request.rows.remaining)
-    size, nodes, met, drafter = batch * steps, request.rows.one_node, None, None
+    size, nodes, met, drafter, logprobs = batch * steps, request.rows.one_node, None, None, None
     tokens, rest = packed[:size].reshape(batch, steps), packed[size:]
     if steps > 1:
         nodes, rest = rest[:batch], rest[batch:]
@@ -143,7 +153,9 @@ def unpack(request: Request, packed: np.ndarray, steps: int) -> Report:
             drafter = np.searchsorted(request.first_nodes, first, side="right") - 1
     if request.criteria:
         met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
-    return Report(tokens, nodes, met, drafter, rest > 0 if rest.size else None)
+    if request.logprobs is not None:
+        logprobs, rest = LogProbabilities.unpack(rest, batch, steps, request.logprobs)
+    return Report(tokens, nodes, met, drafter, logprobs, rest > 0 if rest.size else None)
 
 
 def _criteria_met(request: Request, steps: int) -> Tensor:

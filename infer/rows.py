@@ -7,6 +7,7 @@ import numpy as np
 
 from headstart.heads import DecodingError
 
+from .log_probabilities import LogProbabilities
 from .stats import Drafted, Emitted
 
 _NEVER = 1 << 60
@@ -200,14 +201,26 @@ class Rows:
         drafters = [emitted.drafters for emitted in self._emitted]
         return Drafted(self._laid_out(depths, -1), self._laid_out(drafters, -1))
 
-    def _laid_out(self, values: Sequence[np.ndarray], pad: int) -> np.ndarray:
-        """[B, longest] of values [B, A] for each round's tokens, padded after each row's end."""
+    def logprobs(self) -> LogProbabilities | None:
+        """Those of that text; None where none were asked for."""
+        found = [each.logprobs for each in self._emitted if each.logprobs is not None]
+        if not found:
+            return None
+        return LogProbabilities(
+            self._laid_out([each.chosen for each in found], np.nan),
+            self._laid_out([each.best_ids for each in found], -1),
+            self._laid_out([each.best for each in found], np.nan),
+        )
+
+    def _laid_out(self, values: Sequence[np.ndarray], pad: float) -> np.ndarray:
+        """[B, longest, …] of values [B, A, …] for each round's tokens, padded after a row's end."""
         true = np.concatenate(
             [np.arange(e.tokens.shape[1]) < e.count[:, None] for e in self._emitted], 1
         )
         new = self.lengths[:, None] - self._width
-        text = np.full((len(new), int(new.max())), pad)
-        text[np.arange(text.shape[1]) < new] = np.concatenate(values, 1)[true]
+        every = np.concatenate(values, 1)[true]
+        text = np.full((len(new), int(new.max()), *every.shape[1:]), pad)
+        text[np.arange(text.shape[1]) < new] = every
         if self._met_at is not None:
             text = text[:, : max(int(self._met_at.max()) - self._width, 0)]
         return text

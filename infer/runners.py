@@ -162,7 +162,7 @@ class CapturedRunner:
         kind = (
             *(request.policy, request.drafters.drafters, request.rule, request.expansion),
             *(self._settings, request.committed.tokens.shape, longest, text.ends is None),
-            request.keeps_text and text.ids.shape,
+            *(request.keeps_text and text.ids.shape, request.logprobs),
             addresses(request.target.cache, request.states, weight),
         )
         check = ProposalCheck(request.drafters) if request.drafters.members else None

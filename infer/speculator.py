@@ -38,6 +38,7 @@ from .generate_options import (
     read_sampling,
 )
 from .graphs import RoundGraphs, captures_rounds, never_captured
+from .log_probabilities import read_logprobs
 from .loop import Decoding
 from .request import Request
 from .rules.registry import choose_rule, find_rule
@@ -290,6 +291,7 @@ class Speculator(DecodingMethod):
         if streamer is not None:
             streamer.end()
         sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
+        self.stats.logprobs = request.rows.logprobs()
         ending.warn_of_length(sequences)
         if not (config or model.generation_config).return_dict_in_generate:
             return sequences
@@ -304,6 +306,7 @@ class Speculator(DecodingMethod):
         stopping_criteria: StoppingCriteriaList | None,
         generation_config: GenerationConfig | None,
         seed: int | Sequence[int] | Tensor | None,
+        logprobs: int | None,
         model_kwargs: dict[str, Any],
     ) -> tuple[Request, Ending, Tensor]:
         """The request that `generate` describes, how it ends, and the prompts' mask [B, P]."""
@@ -339,5 +342,6 @@ class Speculator(DecodingMethod):
             criteria=ending.others,
             pad=ending.pad,
             record=Record.asked(config),
+            logprobs=read_logprobs(logprobs, vocab),
         )
         return request, ending, mask

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .log_probabilities import LogProbabilities
+
 
 @dataclass(slots=True)
 class Emitted:
@@ -20,6 +22,7 @@ class Emitted:
     nodes: np.ndarray  # [B] nodes on the accepted path before any cut, the root counted
     tokens: np.ndarray  # [B, A] the tokens, the new ones first
     drafter: np.ndarray | None = None  # [B] of several drafters, whose part holds the path
+    logprobs: LogProbabilities | None = None  # [B, A], where the request asks for them
 
     @property
     def depths(self) -> np.ndarray:
@@ -77,12 +80,14 @@ class Stats:
         prefill_seconds: seconds until the first token was there.
         decode_seconds: seconds from the first token to the last, a streamer's time included.
         drafted: who wrote each new token [B, new], once the call has ended.
+        logprobs: of each new token [B, new], where `logprobs` asked for them; else None.
     """
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.prefill_seconds = self.decode_seconds = 0.0
         self.drafted = Drafted.nothing()
+        self.logprobs: LogProbabilities | None = None
         self._rounds: list[Emitted] = []
 
     def __repr__(self) -> str:
