@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .probabilities import asked_probabilities
 from .settings import FIELDS, SETTINGS, check_settings
 from .shapes import check_shapes, shown, wrong
 
@@ -22,7 +23,6 @@ EXTRA = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "struct
 """Fields that are taken beside those of the protocol, by each endpoint."""
 
 _TEMPLATE = "give chat_template_kwargs, if the model's template has a setting for this"
-_NO_PROBABILITIES = "leave it out: no probabilities are returned"
 _ONE = "send a request for each answer, with seeds of their own"
 _TEXT_ALONE = "leave it out: text alone is written"
 _NONE_KEPT = "send the whole conversation: none is kept"
@@ -32,8 +32,6 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     # what of it asks for nothing, and what to do in place of it
     "n": (lambda n: n == 1, _ONE),
     "best_of": (lambda n: n == 1, _ONE),
-    "logprobs": (lambda value: value is False, _NO_PROBABILITIES),
-    "top_logprobs": (lambda n: n == 0, _NO_PROBABILITIES),
     "echo": (lambda value: value is False, "put the prompt before the answer yourself"),
     "suffix": (lambda text: text == "", "put it into the prompt, in the model's own form"),
     "presence_penalty": (lambda value: value == 0, _PENALTY),
@@ -118,6 +116,7 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
         if name in body and not holds(body[name]):
             raise wrong(name, body[name], wanted)
     check_settings(body, vocabulary)
+    asked_probabilities(body)
     for name, (harmless, remedy) in _UNAVAILABLE.items():
         if name not in body or (name in _OF_TOOLS and not body.get("tools")):
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import HTTPException
@@ -16,6 +16,7 @@ from transformers.cli.serving.utils import BaseHandler
 
 from .asked import EXTRA, check_asked, check_fields
 from .forms import answer_form
+from .probabilities import Told, asked_probabilities
 from .shapes import biases_of, calls_of, stops_of, without_nulls
 from .stops import before_stop
 from .writing import ASKED, Asked, said_of
@@ -89,7 +90,10 @@ class _Own(BaseHandler):
         config.stop_strings = None
         if biases := biases_of(body):
             config.sequence_bias = {(int(token),): bias for token, bias in biases.items()}
-        self._asked = Asked(body.get("seed"), chat, "prompt" in body, tuple(stops), self._grammar)
+        self._asked = Asked(
+            body.get("seed"), chat, "prompt" in body, tuple(stops), asked_probabilities(body),
+            grammar=self._grammar,
+        )  # fmt: skip
         setattr(config, ASKED, self._asked)
         self._config = config
         return config
@@ -126,10 +130,26 @@ class _Ended(_Own):
         answer = await super().handle_request(body, request_id)
         if isinstance(answer, StreamingResponse):
             answer.body_iterator = _with_end(answer.body_iterator)
+        elif self._asked.logprobs is not None:
+            found = json.loads(bytes(answer.body))
+            found["choices"][0]["logprobs"] = self._spelled(self._manager.told)
+            return JSONResponse(found)
         return answer
+
+    @property
+    def _manager(self) -> Any:
+        state: Any = self.generation_state
+        return state.manager
+
+    def _spelled(self, told: Sequence[Told]) -> dict[str, Any]:
+        return self._manager.spelled(told, self.asked_in == "messages")
 
     def _build_chunk_sse(self, *given: Any, usage: Any = None, **options: Any) -> str:
         build: Any = super()._build_chunk_sse  # type: ignore[misc]
+        if told := [token for piece in options.values() for token in getattr(piece, "told", ())]:
+            chunk = json.loads(build(*given, usage=usage, **options).removeprefix("data: "))
+            chunk["choices"][0]["logprobs"] = self._spelled(told)
+            return f"data: {json.dumps(chunk)}\n\n"
         if usage is None or not self._usage_apart:
             return build(*given, usage=usage, **options)
         last = build(*given, **options)

@@ -25,18 +25,21 @@ class UntilStop:
 
     Args:
         stops: none of them empty.
+
+    Attributes:
+        met: whether a stop string was there.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._held, self._met = tuple(stops), "", False
+        self._stops, self._held, self.met = tuple(stops), "", False
 
     def add(self, piece: str) -> str:
         """What of the text so far can be said now, and was not said before."""
-        if self._met:
+        if self.met:
             return ""
         text = self._held + piece
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self._met = bool(found)
+        self.met = bool(found)
         said = min(found) if found else len(text) - self._may_begin(text)
         self._held = "" if found else text[said:]
         return text[:said]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from tokenizers.decoders import DecodeStream
 from transformers.cli.serving.utils import (
     DirectStreamer,
@@ -18,16 +20,17 @@ from transformers.cli.serving.utils import (
     _GenerationCancelled,
     _StreamError,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.core import counted, end_tokens, trained_context
+from headstart.infer import RoundStreamer
 from headstart.terminal import one_line
 from headstart.train.figures.pieces import context_of, continued
 
+from .probabilities import Log, Spelling, Told
 from .stops import AtStop, UntilStop, before_stop
 
 if TYPE_CHECKING:
-    from headstart.infer import Batcher, Grammar, Recorder
+    from headstart.infer import Batcher, Emitted, Grammar, Recorder
 
 ASKED = "headstart_asked"
 """An attribute of a request's generation config, of the type `Asked`."""
@@ -43,6 +46,7 @@ class Asked(NamedTuple):
     chat: list[dict[str, Any]] | None = None
     continues: bool = False  # the prompt's text, rather than answer a chat
     stops: tuple[str, ...] = ()  # strings that end the answer, none of them empty
+    logprobs: int | None = None  # of how many likely tokens; None without any probabilities
     grammar: Grammar | None = None  # the answer's form
 
 
@@ -85,11 +89,19 @@ def returned(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Writer:
-    """What `generate` is called of: writes with the batcher, and says how fast that was."""
+    """What `generate` is called of: writes with the batcher, and says how fast that was.
+
+    Attributes:
+        spelling: of the target's tokens.
+    """
 
     def __init__(self, batcher: Batcher, recorder: Recorder | None):
         self._batcher, self._context = batcher, trained_context(batcher.model)
         self._recorder = recorder
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        return Spelling(self._batcher.tokenizer)
 
     def limit(self, inputs: Any, config: Any) -> None:
         """Let a request write no more than the target's context has room for.
@@ -120,10 +132,8 @@ class Writer:
         if self._recorder is not None:
             decode = self._recorder.generate
             inputs["chats"] = None if asked.chat is None else [asked.chat]
-        if asked.seed is not None:
-            inputs["seed"] = asked.seed
-        if asked.grammar is not None:
-            inputs["grammar"] = asked.grammar
+        given = {"seed": asked.seed, "logprobs": asked.logprobs, "grammar": asked.grammar}
+        inputs |= {name: value for name, value in given.items() if value is not None}
         # A request's stop strings, or the model's own, are among its criteria.
         found = decode(generation_config=generation_config, stop_strings=None, **inputs)
         stats = self._batcher.stats
@@ -142,10 +152,13 @@ class Manager(GenerateManager):
         loop: the one that sends the answer.
         raises: whether an error of a stream is raised where the stream is read. Otherwise it is
             handed to the handler, which has events for it.
+
+    Attributes:
+        told: the tokens of an answer that is not streamed, if their probabilities are asked for.
     """
 
     def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop, raises: bool):
-        self.pieces = Pieces(raises)
+        self.pieces, self.told = Pieces(raises), list[Told]()
         self._writer, self._loop, self._left = writer, loop, threading.Event()
 
     def cancel(self) -> None:
@@ -162,10 +175,11 @@ class Manager(GenerateManager):
         response_parser: Any = None,
     ) -> Any:
         """The pieces of an answer that is written meanwhile, and its streamer."""
+        asked, context = asked_of(gen_config), _context(processor, inputs, gen_config)
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        stops = asked_of(gen_config).stops
-        streamer = _Cut(tokenizer, self._loop, self.pieces, response_parser, stops)
-        streamer.continue_after(_context(processor, inputs, gen_config))
+        log = self._log(tokenizer, gen_config, context, response_parser is None)
+        streamer = _Cut(tokenizer, self._loop, self.pieces, response_parser, asked.stops, log)
+        streamer.continue_after(context)
         streamer._cancelled = self._left
         run = self._generation(processor, inputs, gen_config, streamer)
 
@@ -188,11 +202,28 @@ class Manager(GenerateManager):
     ) -> tuple[str, int, Any]:
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
         context, stops = _context(processor, inputs, gen_config), asked_of(gen_config).stops
-        sequences = self._generation(processor, inputs, gen_config, _UntilLeft(self._left))()
+        log = self._log(processor._tokenizer, gen_config, context)
+        streamer = _UntilLeft(self._left, log)
+        sequences = self._generation(processor, inputs, gen_config, streamer)()
+        self.told = [] if log is None else [*log.take(), *log.end()]
         length = inputs["input_ids"].shape[-1]
         ids = sequences[0, length:]
         text = continued(processor, context, ids.tolist())
         return before_stop(text, stops), length, ids
+
+    def spelled(self, tokens: Sequence[Told], chat: bool) -> dict[str, Any]:
+        """The `logprobs` of a choice."""
+        spelling = self._writer.spelling
+        return spelling.of_chat(tokens) if chat else spelling.of_completion(tokens)
+
+    def _log(
+        self, tokenizer: Any, config: Any, context: list[int], skip: bool = True
+    ) -> Log | None:
+        """What keeps the probabilities that a request asks for."""
+        asked = asked_of(config)
+        if asked.logprobs is None:
+            return None
+        return Log(tokenizer, asked.stops, self._writer.ends(config), context, skip)
 
     def _generation(
         self, processor: Any, inputs: Any, config: Any, streamer: Any
@@ -266,29 +297,55 @@ class Pieces:
         raise asyncio.QueueEmpty
 
 
-class _UntilLeft(BaseStreamer):
-    """Ends an answer that nobody waits for any longer."""
+class _UntilLeft(RoundStreamer):
+    """Ends an answer that nobody waits for any longer; a log takes what is written meanwhile."""
 
-    def __init__(self, left: threading.Event):
-        self._left = left
+    def __init__(self, left: threading.Event, log: Log | None):
+        self._left, self._log = left, log
 
     def put(self, value: Any) -> None:
         if self._left.is_set():
             raise Left
 
-    def end(self) -> None:
-        pass
+    def put_round(self, emitted: Emitted) -> None:
+        self.put(None)
+        if self._log is not None:
+            self._log.add(emitted)
 
 
-class _Cut(DirectStreamer):
+class Text(str):
+    """A piece of an answer, with the tokens whose probabilities are told with it."""
+
+    told: Sequence[Told] = ()
+
+
+class Thought(ReasoningText):
+    """A piece of the thoughts before an answer, likewise."""
+
+    told: Sequence[Told] = ()
+
+
+class _Cut(DirectStreamer, RoundStreamer):
     """Hands on what stands before the first stop string, in the text or in the thoughts before.
 
     What a round wrote is handed on at once, since each piece costs the server as much. That an
     answer has ended, its manager says.
+
+    Args:
+        log: where probabilities are asked for.
     """
 
-    def __init__(self, tokenizer: Any, loop: Any, pieces: Any, parser: Any, stops: Any):
+    def __init__(
+        self,
+        tokenizer: Any,
+        loop: Any,
+        pieces: Any,
+        parser: Any,
+        stops: Any,
+        log: Log | None = None,
+    ):
         self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
+        self._log = log
         super().__init__(tokenizer, loop, pieces, response_parser=parser)
 
     def continue_after(self, context: list[int]) -> None:
@@ -300,9 +357,16 @@ class _Cut(DirectStreamer):
         super().put(value)
         self._end_round()
 
+    def put_round(self, emitted: Emitted) -> None:
+        if self._log is not None:
+            self._log.add(emitted)
+        self.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
+
     def end(self) -> None:
         super().end()
         self._end_round()
+        if self._log is not None and (told := self._log.end()):
+            super()._enqueue(_with(told, ""))
 
     def _enqueue(self, item: Any) -> None:
         if not isinstance(item, str) or type(item) is not self._kind:
@@ -322,6 +386,16 @@ class _Cut(DirectStreamer):
             self._round.append(self._kind(text))
 
     def _end_round(self) -> None:
+        last = self._round[-1] if self._round else None
+        if self._log is not None and isinstance(last, str) and (told := self._log.take()):
+            self._round[-1] = _with(told, last)
         for item in self._round:
             super()._enqueue(item)
         self._round.clear()
+
+
+def _with(told: Sequence[Told], piece: str) -> str:
+    """A piece of an answer or of its thoughts, with tokens whose text it has."""
+    found = (Thought if isinstance(piece, ReasoningText) else Text)(piece)
+    found.told = told
+    return found

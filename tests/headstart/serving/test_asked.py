@@ -15,7 +15,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     [
         ({"prompt": "a", "best_of": 3}, None, "best_of is 3"),
         ({"prompt": "a", "echo": True}, None, "put the prompt before the answer"),
-        ({"prompt": "a", "logprobs": 0}, None, "no probabilities are returned"),
+        ({"input": "a", "top_logprobs": 2}, "x", "top_logprobs is 2.*leave it out"),
         ({"messages": SAID}, None, "/v1/completions"),
         ({"input": "a"}, None, "/v1/completions"),
         ({"messages": SAID, "tools": TOOLS}, "{{ messages }}", "no place for tools"),

@@ -182,7 +182,7 @@ def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
     ("option", "said"),
     [
         ({"n": 2}, "n is 2, which this server cannot do; send a request for each answer"),
-        ({"logprobs": True}, "logprobs is True"),
+        ({"logprobs": 2}, "logprobs is 2; expected true or false"),
         ({"presence_penalty": 0.5}, "leave it out, or give repetition_penalty"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
