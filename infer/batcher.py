@@ -77,8 +77,8 @@ class Batcher(DecodingMethod):
     batch at any round, each with a length, seed, streamer and stopping criteria of its own.
 
     Requests are decoded together that have one prompt and the same end tokens. They may differ in
-    temperature, top-k, top-p, min-p, repetition penalty, `no_repeat_ngram_size`, `min_length`,
-    `min_new_tokens`, and `sequence_bias` and `bad_words_ids` of single tokens, and greedy ones are
+    temperature, top-k, top-p, min-p, repetition, presence and frequency penalty, `logprobs`,
+    `no_repeat_ngram_size`, `min_length`, `min_new_tokens`, and `sequence_bias` and `bad_words_ids` of single tokens, and greedy ones are
     decoded beside sampled ones where the speculator's rule has the text of plain decoding
     (`coupled`, the default, and `match`). Other settings must be the same, and those that read the
     text (such as `bad_words_ids` of several tokens) are decoded by themselves, as is what else is

@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
-from headstart.heads.core.errors import brief
 
 from .generate_options import (
     GenerateOptions,
@@ -27,7 +26,8 @@ from .generate_options import (
     check_not_empty,
     without_stop_strings,
 )
-from .grammars import Grammar, GrammarProcessor, GrammarTokens
+from .grammars import GrammarTokens
+from .own_options import take_count_penalty, take_grammar
 from .stats import Stats
 
 
@@ -146,10 +146,11 @@ class DecodingMethod(ABC):
                 `logits_processor`, `stopping_criteria`, `num_return_sequences`,
                 `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
                 `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
-                one for the batch or one per row, which makes sampling repeatable; a `grammar`,
-                a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`); and
-                `logprobs`, a number of tokens: `stats.logprobs` then has the log-probability of
-                each new token and of as many of the most likely ones, see `LogProbabilities`.
+                one for the batch or one per row, which makes sampling repeatable. Further a `grammar`,
+                a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`); `logprobs`, a
+                number of tokens: `stats.logprobs` then has the log-probability of each new token
+                and of as many of the most likely ones, see `LogProbabilities`; and
+                `presence_penalty` and `frequency_penalty`, for new tokens, see `CountPenalty`.
 
         Returns:
             [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with
@@ -173,15 +174,11 @@ class DecodingMethod(ABC):
                 )
         streamer = options.pop("streamer", None)
         tokenizer = options.pop("tokenizer", None) or self.tokenizer
+        take_count_penalty(options, input_ids)
         if given.get("temperature") == 0 and given.get("do_sample"):
             given.set(do_sample=False, temperature=1.0)
         given.take_stop_strings(tokenizer, self._criterion_of)
-        if (grammar := options.pop("grammar", None)) is not None:
-            if not isinstance(grammar, Grammar):
-                raise OptionError(f"grammar is {brief(repr(grammar))}; expected a Grammar.")
-            tokens = self._tokens_of(tokenizer, given.end_tokens())
-            width = 1 if input_ids is None else input_ids.shape[1]
-            given.add_processor(GrammarProcessor(grammar, tokens, width))
+        take_grammar(options, input_ids, lambda: self._tokens_of(tokenizer, given.end_tokens()))
         if input_ids is not None and "inputs_embeds" not in options:
             check_not_empty(input_ids)
         if given.get("max_new_tokens") == 0 and input_ids is not None:

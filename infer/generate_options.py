@@ -2,16 +2,14 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
     PreTrainedModel,
@@ -25,7 +23,16 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from headstart.heads import OptionError, Sampling
-from headstart.heads.core import CACHE, STATEFUL, Biased, counted, device_and_dtype, row_seeds
+from headstart.heads.core import (
+    CACHE,
+    STATEFUL,
+    Biased,
+    counted,
+    device_and_dtype,
+    row_seeds,
+)
+
+from .own_options import read_seed
 
 _OTHER_METHODS = {
     "constraints": "constrained beam search",
@@ -115,12 +122,6 @@ class GenerateOptions:
     def _without_stop_strings(self) -> None:
         self.set(stop_strings=None)
         self.options.pop("stop_strings", None)
-
-    def add_processor(self, processor: LogitsProcessor) -> None:
-        """Apply a logits processor after those of the call."""
-        processors = LogitsProcessorList(self.options.pop("logits_processor", None) or [])
-        processors.append(processor)
-        self.options["logits_processor"] = processors
 
     def end_tokens(self) -> list[int]:
         """The tokens that end a text."""
@@ -281,22 +282,6 @@ def _of_single_tokens(item: Any, vocab: int, device: torch.device) -> Any:
             "tokenizer."
         )
     return Biased.of(pairs, vocab, device)
-
-
-def read_seed(seed: Any) -> int | list[int]:
-    """A whole number, or several, in the types of Python, numpy or torch; others are refused."""
-    found = seed.tolist() if hasattr(seed, "tolist") else seed
-    try:
-        if not isinstance(found, Sequence):
-            return index(found)
-        seeds = [index(each) for each in found]
-    except TypeError:
-        seeds = [2**63]
-    if all(-(2**63) <= each < 2**63 for each in seeds):
-        return seeds
-    raise OptionError(
-        f"seed is {found!r}; expected a whole number, or a list with one of 64 bits for each row."
-    )
 
 
 def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:

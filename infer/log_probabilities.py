@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads import OptionError
 from headstart.heads.core import best_log_probabilities
 
 
@@ -78,23 +76,3 @@ class LogProbabilities:
             np.concatenate([each.best_ids for each in parts], 1),
             np.concatenate([each.best for each in parts], 1),
         )
-
-
-def read_logprobs(asked: Any, vocabulary: int) -> int | None:
-    """How many of the most likely tokens a request asks for at each place; None for nothing.
-
-    Raises:
-        OptionError: it is no number of tokens.
-    """
-    if asked is None:
-        return None
-    try:
-        found = -1 if isinstance(asked, bool) else index(asked)
-    except TypeError:
-        found = -1
-    if not 0 <= found <= vocabulary:
-        raise OptionError(
-            f"logprobs is {asked!r}; expected a whole number from 0, of the most likely tokens to "
-            f"tell beside each one's own log-probability, up to the target's {vocabulary} tokens."
-        )
-    return found

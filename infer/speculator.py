@@ -38,8 +38,8 @@ from .generate_options import (
     read_sampling,
 )
 from .graphs import RoundGraphs, captures_rounds, never_captured
-from .log_probabilities import read_logprobs
 from .loop import Decoding
+from .own_options import read_logprobs
 from .request import Request
 from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats

@@ -6,8 +6,8 @@ rows of different lengths, and nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -53,6 +53,40 @@ class Unended(LogitsProcessor):
 
     def __init__(self, least: Tensor, ends: Tensor):
         self.least, self.ends = least, ends
+
+
+class CountPenalty(LogitsProcessor):
+    """The presence and frequency penalties of OpenAI's API, for the tokens written so far.
+
+    A token's score is less by `presence` if the text holds it after its first `prompt` tokens, and
+    by `frequency` for each time that it does so.
+
+    Attributes:
+        numbers: presence, frequency and prompt, three numbers; or [3, B, 1] float64, of each row.
+
+    >>> text, scores = torch.tensor([[2, 0, 1, 1]]), torch.zeros(1, 3)
+    >>> CountPenalty(1.0, 0.25, prompt=1)(text, scores).tolist()
+    [[-1.25, -1.5, 0.0]]
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt: int):
+        self.numbers: Any = (presence, frequency, prompt)
+
+    @classmethod
+    def by_row(cls, batch: int, device: torch.device | str = "cpu") -> Self:
+        """One that takes nothing off yet, see `write`."""
+        found = cls(0.0, 0.0, 0)
+        found.numbers = torch.zeros(3, batch, 1, dtype=torch.float64, device=device)
+        return found
+
+    def write(self, rows: Tensor, new: Sequence[tuple[float, float, int]]) -> None:
+        """Give rows [R] these numbers."""
+        own = torch.tensor([*zip(*new, strict=True)], dtype=torch.float64, device=rows.device)
+        self.numbers.index_copy_(1, rows, own.unsqueeze(-1))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        lengths = torch.full_like(input_ids[:, :1], input_ids.shape[1])
+        return _less_by_count(self, scores, Before(None, input_ids, lengths))
 
 
 def penalise(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
@@ -127,6 +161,20 @@ def _from_least(item: Any, scores: Tensor, before: Before) -> Tensor:
     return _without_ends(scores, before, least_of(item), item.eos_token_id.to(scores.device))
 
 
+def _less_by_count(item: Any, scores: Tensor, before: Before) -> Tensor:
+    assert before.ids is not None and before.lengths is not None
+    ids, vocab = before.ids, scores.shape[1]
+    presence, frequency, prompt = item.numbers
+    if isinstance(presence, Tensor):
+        presence, frequency = presence.to(scores.dtype), frequency.to(scores.dtype)
+    place = torch.arange(ids.shape[1], device=ids.device)  # [C]
+    counts = (place >= prompt) & (place < before.lengths)  # [M, C]
+    # The last column takes ids that the output layer does not have.
+    times = torch.zeros(len(scores), vocab + 1, dtype=scores.dtype, device=scores.device)
+    times = times.scatter_add_(1, ids.clamp(max=vocab), counts.to(scores.dtype))[:, :vocab]
+    return scores - frequency * times - presence * (times > 0)
+
+
 def least_of(item: Any) -> int:
     """How many tokens a text must have before it may end, by a processor of transformers."""
     if type(item) is hf.MinNewTokensLengthLogitsProcessor:
@@ -139,6 +187,6 @@ LENGTHS = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)
 
 OF_TEXT: dict[type, Callable[[Any, Tensor, Before], Tensor]] = {
     hf.NoRepeatNGramLogitsProcessor: _without_repeats, NGramsByRow: _without_repeats,
-    **dict.fromkeys((*LENGTHS, Unended), _from_least),
+    **dict.fromkeys((*LENGTHS, Unended), _from_least), CountPenalty: _less_by_count,
 }  # fmt: skip
 """What processors make of scores [M, V] with a text `Before` each row, by their exact class."""

@@ -1,6 +1,6 @@
 """Names of `core` whose modules import torch; the package imports this file on first use."""
 
-from .before import Before, penalise, repeating
+from .before import Before, CountPenalty, penalise, repeating
 from .best import best_log_probabilities, best_of
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
 from .cache_name import CACHE, CACHE_NAMES

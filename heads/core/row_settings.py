@@ -11,18 +11,18 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from .before import LENGTHS, NGramsByRow, Unended, least_of
+from .before import LENGTHS, CountPenalty, NGramsByRow, Unended, least_of
 from .nucleus import top_p_by_row
 
 _LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row, by the names that `generate` uses; the last four come first there.
+    """Settings of one row, by the names that `generate` uses; the last five come first there.
 
     A temperature of 0 is greedy decoding. The default is the target's whole distribution.
     `min_length` counts the prompt; `token_bias` is what a `sequence_bias` or `bad_words_ids` adds
-    to single tokens.
+    to single tokens, and `count_penalty` the numbers of a `CountPenalty`.
     """
 
     temperature: float = 1.0
@@ -33,6 +33,7 @@ class RowSettings(NamedTuple):
     no_repeat_ngram_size: int = 0
     min_length: int = 0
     token_bias: tuple[tuple[int, float], ...] = ()
+    count_penalty: tuple[float, float, int] = (0.0, 0.0, 0)
 
     @classmethod
     def of(
@@ -71,6 +72,8 @@ class RowSettings(NamedTuple):
             if set(item.eos_token_id.tolist()) != set(ends):
                 return None
             text["min_length"] = max(least_of(item), text.get("min_length", 0))
+        if left and type(left[0]) is CountPenalty:
+            text["count_penalty"] = left.pop(0).numbers
         for name, kind in _KINDS.items():
             if left and type(left[0]) is kind:
                 item = left.pop(0)
@@ -214,6 +217,8 @@ def processors_by_row(
     if "min_length" in apart:
         least = torch.zeros(batch, 1, dtype=torch.long, device=device)
         found.append(Unended(least, torch.tensor([*ends], dtype=torch.long, device=device)))
+    if "count_penalty" in apart:
+        found.append(CountPenalty.by_row(batch, device))
     if sampled:
         found.append(EachRow(batch, device))
     return found
@@ -234,6 +239,8 @@ def write_rows(processors: Iterable[Any], rows: Tensor, new: Sequence[RowSetting
             item.write(rows, new)
         elif isinstance(item, Biased):
             item.write(rows, [each.token_bias for each in new])
+        elif isinstance(item, CountPenalty):
+            item.write(rows, [each.count_penalty for each in new])
         else:
             setting, name = _WRITTEN[type(item)]
             own, every = [[getattr(each, setting)] for each in new], getattr(item, name)

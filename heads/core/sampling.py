@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from .before import LENGTHS, OF_TEXT, Before, NGramsByRow, Unended, least_of, penalise
+from .before import LENGTHS, OF_TEXT, Before, CountPenalty, NGramsByRow, Unended, least_of, penalise
 from .best import best_of
 from .cpu_choices import best_tokens, with_noise
 from .noise import Stream, add_noise, best_with_noise, uniform
@@ -53,6 +53,7 @@ NUMBERS: dict[type, str] = {
     hf.TemperatureLogitsWarper: "temperature", hf.TopPLogitsWarper: "top_p",
     hf.MinPLogitsWarper: "min_p", hf.RepetitionPenaltyLogitsProcessor: "penalty",
     EachRow: "numbers", NGramsByRow: "ngram_size", Unended: "least", Biased: "bias",
+    CountPenalty: "numbers",
 }  # fmt: skip
 """The numbers of processors that may as well lie on the device, by the class."""
 
@@ -162,7 +163,7 @@ class Sampling:
         return any(
             type(item).__module__ != hf.__name__ or isinstance(item, kept)
             for item in self.processors or ()
-            if type(item) not in ROWWISE
+            if type(item) not in ROWWISE and type(item) not in OF_TEXT
         )
 
     @property

@@ -27,15 +27,12 @@ _ONE = "send a request for each answer, with seeds of their own"
 _TEXT_ALONE = "leave it out: text alone is written"
 _NONE_KEPT = "send the whole conversation: none is kept"
 _CALLS = "leave it out: the model decides how many functions it calls"
-_PENALTY = "leave it out, or give repetition_penalty"
 _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     # what of it asks for nothing, and what to do in place of it
     "n": (lambda n: n == 1, _ONE),
     "best_of": (lambda n: n == 1, _ONE),
     "echo": (lambda value: value is False, "put the prompt before the answer yourself"),
     "suffix": (lambda text: text == "", "put it into the prompt, in the model's own form"),
-    "presence_penalty": (lambda value: value == 0, _PENALTY),
-    "frequency_penalty": (lambda value: value == 0, _PENALTY),
     "text": (lambda of: of.get("verbosity") is None, _TEMPLATE),
     "verbosity": (lambda of: False, _TEMPLATE),
     "modalities": (lambda of: of == ["text"], _TEXT_ALONE),

@@ -21,6 +21,8 @@ from .shapes import biases_of, calls_of, stops_of, without_nulls
 from .stops import before_stop
 from .writing import ASKED, Asked, said_of
 
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+
 
 def check_model(asked: Any, name: str | None) -> None:
     """Refuse a request for another model than the one that is served as `name`.
@@ -72,7 +74,7 @@ class _Own(BaseHandler):
         chat = body.get("messages")
         if not all(isinstance(message.get("content"), str) for message in chat or [{}]):
             chat = None  # with tools or parts: the prompt alone is kept
-        ours = ("seed", "stop", "logit_bias", "frequency_penalty")
+        ours = ("seed", "stop", "logit_bias", *_PENALTIES)
         theirs = {name: value for name, value in body.items() if name not in ours}
         config = super()._build_generation_config(theirs, *given, **options)
         if "temperature" in body:
@@ -91,9 +93,14 @@ class _Own(BaseHandler):
         if biases := biases_of(body):
             config.sequence_bias = {(int(token),): bias for token, bias in biases.items()}
         self._asked = Asked(
-            body.get("seed"), chat, "prompt" in body, tuple(stops), asked_probabilities(body),
+            seed=body.get("seed"),
+            chat=chat,
+            continues="prompt" in body,
+            stops=tuple(stops),
+            logprobs=asked_probabilities(body),
             grammar=self._grammar,
-        )  # fmt: skip
+            **{name: float(body.get(name, 0)) for name in _PENALTIES},
+        )
         setattr(config, ASKED, self._asked)
         self._config = config
         return config

@@ -60,6 +60,8 @@ FIELDS: dict[str, Wanted] = {
     "min_p": _SHARE,
     "top_k": ((lambda k: type(k) is int and k >= -1), "a whole number, 0 or -1 for all tokens"),
     "repetition_penalty": _number(lambda p: p > 0, "above 0"),
+    "presence_penalty": _number(lambda p: -2 <= p <= 2, "from -2 to 2"),
+    "frequency_penalty": _number(lambda p: -2 <= p <= 2, "from -2 to 2"),
     "max_tokens": _whole(1),
     "max_completion_tokens": _whole(1),
     "max_output_tokens": _whole(1),

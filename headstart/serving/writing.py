@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 ASKED = "headstart_asked"
 """An attribute of a request's generation config, of the type `Asked`."""
 
+_OPTIONS = ("seed", "grammar", "logprobs", "presence_penalty", "frequency_penalty")
+
 Left = _GenerationCancelled
 """The error that ends an answer whose client has left."""
 
@@ -48,6 +50,14 @@ class Asked(NamedTuple):
     stops: tuple[str, ...] = ()  # strings that end the answer, none of them empty
     logprobs: int | None = None  # of how many likely tokens; None without any probabilities
     grammar: Grammar | None = None  # the answer's form
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What of it are options of `generate`."""
+        found = {name: getattr(self, name) for name in _OPTIONS}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def asked_of(config: Any) -> Asked:
@@ -132,8 +142,7 @@ class Writer:
         if self._recorder is not None:
             decode = self._recorder.generate
             inputs["chats"] = None if asked.chat is None else [asked.chat]
-        given = {"seed": asked.seed, "logprobs": asked.logprobs, "grammar": asked.grammar}
-        inputs |= {name: value for name, value in given.items() if value is not None}
+        inputs |= asked.options
         # A request's stop strings, or the model's own, are among its criteria.
         found = decode(generation_config=generation_config, stop_strings=None, **inputs)
         stats = self._batcher.stats

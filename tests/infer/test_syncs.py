@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from headstart.heads import Drafter, DrafterGroup, Sampling, Step, family
-from headstart.heads.core import row_seeds
+from headstart.heads.core import CountPenalty, row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
 from headstart.infer.rules.registry import RULES
@@ -108,6 +108,7 @@ PENALTIES = [
     RepetitionPenaltyLogitsProcessor(1.3),
     NoRepeatNGramLogitsProcessor(2),
     MinLengthLogitsProcessor(20, [3]),
+    CountPenalty(0.5, 0.25, prompt=9),
     NoBadWordsLogitsProcessor([[3], [1, 2]]),
 ]
 

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
-from headstart.heads.core import Before, repeating
+from headstart.heads.core import Before, CountPenalty, repeating
 from headstart.heads.core.before import Unended
 from headstart.infer.rules.rule_api import seen_in
 
@@ -60,11 +60,29 @@ def test_no_end_before_a_length(ends: list[int]) -> None:
         assert bool(found.isinf().any()) == (ends != [-1])
 
 
+def test_counted_tokens_cost_what_they_cost_alone() -> None:
+    """By one penalty for all, or one for each row."""
+    numbers = [(0.5 * row, 0.25 * (row % 3), row % 9) for row in range(len(TEXTS))]
+    every = CountPenalty.by_row(len(TEXTS))
+    every.write(torch.arange(len(TEXTS)), numbers)
+    one = CountPenalty(1.25, -0.5, 4)
+    for item, alike in ((one, [(1.25, -0.5, 4)] * len(TEXTS)), (every, numbers)):
+        together = Sampling(None, LogitsProcessorList([item]))
+        assert together.of_text and not together.readers and not together.particular
+        found = together.process_each(LOGITS, Before(None, TEXTS, LENGTHS))
+        for row, own in enumerate(alike):
+            assert torch.equal(found[row : row + 1], alone(CountPenalty(*own), row))
+    text = torch.tensor([[5, 1, 5, 5, 8]])
+    found = CountPenalty(1.0, 0.5, 1)(text, torch.zeros(1, VOCAB))
+    assert found.tolist() == [[0.0, -1.5, 0.0, 0.0, 0.0, -2.0, 0.0]]
+
+
 def test_several_apply_in_their_order_and_a_reader_takes_all() -> None:
     items: list[Any] = [
         hf.RepetitionPenaltyLogitsProcessor(1.5),
         hf.NoRepeatNGramLogitsProcessor(2),
         hf.MinLengthLogitsProcessor(9, [3]),
+        CountPenalty(0.5, 0.25, 3),
         hf.TemperatureLogitsWarper(0.7),
     ]
     together = Sampling(None, LogitsProcessorList(items))

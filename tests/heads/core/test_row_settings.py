@@ -19,6 +19,7 @@ from headstart.heads.core import (
     processors_by_row,
     write_rows,
 )
+from headstart.heads.core.before import CountPenalty
 from headstart.heads.core.row_settings import EachRow
 from tests.support.interpreter import run_interpreted, without_triton
 
@@ -149,6 +150,10 @@ def test_settings_are_read_from_the_processors_of_generate() -> None:
         of_text = [biased, *of_text[:2], banned, *of_text[2:]]
         expected = expected._replace(token_bias=((3, 1.5), (5, -math.inf)))
         assert RowSettings.of(of_text, sampled, [1, 2]) == expected
+        of_text = [*of_text[: -len(found) or None], CountPenalty(0.5, -0.25, 7), *found]
+        expected = expected._replace(count_penalty=(0.5, -0.25, 7))
+        assert RowSettings.of(of_text, sampled, [1, 2]) == expected
+        assert "count_penalty" in expected.apart
     others: list[Any] = [
         [hf.TopKLogitsWarper(5), hf.TemperatureLogitsWarper(0.5)],  # in another order
         [hf.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
@@ -159,6 +164,7 @@ def test_settings_are_read_from_the_processors_of_generate() -> None:
         [hf.TemperatureLogitsWarper(0.5), hf.NoRepeatNGramLogitsProcessor(2)],
         [hf.NoRepeatNGramLogitsProcessor(2), hf.RepetitionPenaltyLogitsProcessor(1.2)],
         [hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)],
+        [hf.TemperatureLogitsWarper(0.5), CountPenalty(0.5, 0.0, 3)],
     ]
     for processors in others:
         assert RowSettings.of(processors, True) is None

@@ -29,8 +29,16 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"prompt": "a", "max_tokens": -1}, None, "from 1"),
         ({"prompt": "a", "max_tokens": 1.5}, None, "max_tokens is 1.5; expected a whole number"),
         ({"prompt": "a", "suffix": "b"}, None, "put it into the prompt"),
-        ({"prompt": "a", "frequency_penalty": 0.5}, None, "frequency_penalty is 0.5.*repetition_p"),
-        ({"prompt": "a", "presence_penalty": -1}, None, "presence_penalty is -1.*repetition_p"),
+        (
+            {"prompt": "a", "frequency_penalty": 2.5},
+            None,
+            "expected a number from -2 to 2",
+        ),
+        (
+            {"prompt": "a", "presence_penalty": True},
+            None,
+            "presence_penalty is True; ",
+        ),
         ({"prompt": "a", "repetition_penalty": 0}, None, "expected a number above 0"),
         ({"messages": SAID, "modalities": ["text", "audio"]}, "x", "text alone is written"),
         ({"messages": SAID, "audio": {"voice": "alloy"}}, "x", "text alone is written"),

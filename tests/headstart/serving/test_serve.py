@@ -183,7 +183,7 @@ def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
     [
         ({"n": 2}, "n is 2, which this server cannot do; send a request for each answer"),
         ({"logprobs": 2}, "logprobs is 2; expected true or false"),
-        ({"presence_penalty": 0.5}, "leave it out, or give repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty is 3; expected a number from -2 to 2"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
         ({"temperature": -1}, "temperature is -1; expected a number from 0"),
@@ -195,6 +195,23 @@ def test_what_would_be_ignored_is_refused(client: Any, option: dict[str, Any], s
     with pytest.raises(Exception, match=said) as caught:
         ask(client, **({"max_tokens": 2} | option))
     assert getattr(caught.value, "status_code", None) == 400
+
+
+def test_penalties_of_the_protocol_are_those_of_generate(client: Any, spoken: Any) -> None:
+    ids = spoken.tokenizer("once upon", return_tensors="pt")
+    asked: dict[str, Any] = {"model": "talker", "prompt": "once upon", "max_tokens": 40}
+    texts = set()
+    for given in ({}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}):
+        text = spoken.generate(**ids, max_new_tokens=40, do_sample=False, **given)
+        expected = spoken.tokenizer.decode(
+            text[0, ids.input_ids.shape[1] :], skip_special_tokens=True
+        )
+        found = client.completions.create(**asked, temperature=0, **given).choices[0].text
+        assert found == expected
+        texts.add(found)
+    assert len(texts) == 3
+    chat = ask(client, max_tokens=40, temperature=0, frequency_penalty=2).choices[0]
+    assert chat.message.content != own_text(spoken, 40)
 
 
 def test_options_that_ask_for_nothing_are_taken(client: Any) -> None:
