@@ -146,10 +146,10 @@ class DecodingMethod(ABC):
                 `logits_processor`, `stopping_criteria`, `num_return_sequences`,
                 `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
                 `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
-                one for the batch or one per row, which makes sampling repeatable. Further a `grammar`,
-                a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`); `logprobs`, a
-                number of tokens: `stats.logprobs` then has the log-probability of each new token
-                and of as many of the most likely ones, see `LogProbabilities`; and
+                one for the batch or one per row, which makes sampling repeatable. Further a
+                `grammar`, a `Grammar` that each text follows (with `tokenizer`, as `stop_strings`);
+                `logprobs`, a number of tokens: `stats.logprobs` then has the log-probability of
+                each new token and of as many of the most likely ones, see `LogProbabilities`; and
                 `presence_penalty` and `frequency_penalty`, for new tokens, see `CountPenalty`.
 
         Returns:
