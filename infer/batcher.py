@@ -78,12 +78,12 @@ class Batcher(DecodingMethod):
 
     Requests are decoded together that have one prompt and the same end tokens. They may differ in
     temperature, top-k, top-p, min-p, repetition, presence and frequency penalty, `logprobs`,
-    `no_repeat_ngram_size`, `min_length`, `min_new_tokens`, and `sequence_bias` and `bad_words_ids`
-    of single tokens, and greedy ones are decoded beside sampled ones where the speculator's rule
-    has the text of plain decoding (`coupled`, the default, and `match`). Other settings must be the
-    same, and those that read the text (such as `bad_words_ids` of several tokens, or a `grammar`)
-    are decoded by themselves, as is what else is asked for. Requests are taken in the order in
-    which they came: one that cannot join those that are being decoded, waits until these have
+    `no_repeat_ngram_size`, `min_length`, `min_new_tokens`, `grammar`, and `sequence_bias` and
+    `bad_words_ids` of single tokens, and greedy ones are decoded beside sampled ones where the
+    speculator's rule has the text of plain decoding (`coupled`, the default, and `match`). Other
+    settings must be the same, and those that read the text (such as `bad_words_ids` of several
+    tokens) are decoded by themselves, as is what else is asked for. Requests are taken in the order
+    in which they came: one that cannot join those that are being decoded, waits until these have
     ended, and later ones wait for it.
 
     The cache has space for the longest of the requests in every row, so memory grows with both.

@@ -178,11 +178,13 @@ class DecodingMethod(ABC):
         if given.get("temperature") == 0 and given.get("do_sample"):
             given.set(do_sample=False, temperature=1.0)
         given.take_stop_strings(tokenizer, self._criterion_of)
-        take_grammar(options, input_ids, lambda: self._tokens_of(tokenizer, given.end_tokens()))
+        copies = given.get("num_return_sequences") or 1
+        tokens_of = functools.partial(self._tokens_of, tokenizer, given.end_tokens())
+        take_grammar(options, input_ids, copies, tokens_of)
         if input_ids is not None and "inputs_embeds" not in options:
             check_not_empty(input_ids)
         if given.get("max_new_tokens") == 0 and input_ids is not None:
-            ids = input_ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
+            ids = input_ids.repeat_interleave(copies, dim=0)
             self._write_nothing(len(ids))
             if streamer is not None:
                 streamer.put(ids.cpu())

@@ -1,27 +1,29 @@
 """Texts of a given form: JSON of a schema, a regular expression, a choice, a context-free grammar.
 
 After each token, a `Grammar` leaves the target only the tokens with which the text can still get
-the form, and its probabilities are normalised over those. This is a logits processor that reads the
-text, so drafting is exact as with others: the text is that of plain decoding with the processor.
+the form, and its probabilities are normalised over those. A logits processor does that, so drafting
+is exact as with others: the text is that of plain decoding with the same processor, `FormsByRow`.
 `llguidance` finds the tokens, by the method of Koo et al. 2024 (arXiv 2407.08103).
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headstart.heads import DecodingError, OptionError
-from headstart.heads.core import OfRows
+from headstart.heads import OptionError
 from headstart.heads.core.errors import brief
+from headstart.heads.core.forms import Form
+
+logger = logging.getLogger(__name__)
 
 _SPACE = r"( |\n{1,2}[ \t]{0,40})?"
 """The space between two tokens of JSON. Without a bound, small models write nothing else."""
@@ -157,14 +159,11 @@ class GrammarTokens:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-class GrammarProcessor(OfRows):
-    """Gives tokens with which a text cannot get the form of a grammar a score of -inf.
-
-    What it answers depends on the texts alone, so it may be asked about any; it goes on from where
-    it was asked before, or goes back.
+class GrammarForm(Form):
+    """The form of a grammar, of the text that follows a prompt.
 
     Args:
-        begin: the column of the texts at which the form begins, which is the prompts' width.
+        begin: the column of the text at which the form begins, which is the prompt's width.
 
     Raises:
         OptionError: the grammar is too complex.
@@ -173,64 +172,51 @@ class GrammarProcessor(OfRows):
     def __init__(self, grammar: Grammar, tokens: GrammarTokens, begin: int):
         self._tokens, self._begin = tokens, begin
         self._thoughts = grammar.thoughts and tuple(map(tokens.ids, grammar.thoughts))
-        self._start = _library().LLMatcher(tokens.prepared, grammar.source, log_level=0)
-        if error := self._start.get_error():
+        self._matcher = _library().LLMatcher(tokens.prepared, grammar.source, log_level=0)
+        self._read: list[int] = []  # what the matcher has read
+        if error := self._matcher.get_error():
             raise OptionError(f"the grammar cannot be used: {_said(error)}; simplify it.")
-        self._rows: dict[int, tuple[Any, list[int]]] = {}  # matchers, and what they have read
 
-    def of_rows(self, ids: Tensor, scores: Tensor, rows: Sequence[bool] | None) -> Tensor:
-        texts, vocabulary = ids.cpu().numpy(), scores.shape[1]
-        bits = np.full((len(texts), (vocabulary + 7) // 8), 255, dtype=np.uint8)
-        for row, text in enumerate(texts):
-            if rows is None or rows[row]:
-                self._allow(row, text, bits[row])
-        places = torch.arange(8, dtype=torch.uint8, device=scores.device)
-        allowed = torch.from_numpy(bits).to(scores.device).unsqueeze(-1) >> places & 1
-        return scores.masked_fill(allowed.flatten(1)[:, :vocabulary] == 0, -torch.inf)
+    def again(self) -> Self:
+        """The same form, for another row."""
+        found = copy.copy(self)
+        found._matcher, found._read = self._matcher.deep_copy(), [*self._read]
+        return found
 
-    def _allow(self, row: int, text: np.ndarray, bits: np.ndarray) -> None:
-        """Leave in `bits`, the lowest first, the tokens that may follow a text [T]."""
+    def allow(self, text: np.ndarray, bits: np.ndarray) -> bool:
         prompt, written = text[: self._begin], text[self._begin :]
         if np.isin(written, self._tokens.ends).any():
-            return  # what follows is padding
+            return True  # what follows is padding
         before: list[int] = []  # tokens by which thoughts may begin
         if self._thoughts is not None:
             begin, end = self._thoughts
             if _starts(written, begin) or _last(prompt, begin) > _last(prompt, end):
                 if not (over := _places(written, end)).size:
-                    return
+                    return True
                 written = written[over[0] + len(end) :]
             elif _starts(begin, written):
                 before = begin[len(written) :][:1].tolist()
-        matcher = self._after(row, written.tolist())
-        if matcher is None and not before:
-            raise DecodingError(
-                f"row {row} has a text that the grammar does not allow: with the other settings, "
-                "such as min_new_tokens or suppress_tokens, no token was left; leave those out."
-            )
         bits.fill(0)
-        if matcher is not None:
-            allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: len(bits)]
-            if error := matcher.get_error():
-                raise DecodingError(
-                    f"row {row}: the grammar is too complex to go on: {_said(error)}; simplify it."
-                )
+        begun = self._goes_on(written.tolist())
+        if begun:
+            allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: len(bits)]
             bits[: len(allowed)] = allowed
+            if error := self._matcher.get_error():
+                logger.warning(f"the grammar is too complex to go on: {_said(error)}")
+                return False
         for token in before:
             bits[token // 8] |= 1 << token % 8
+        return begun or bool(before)
 
-    def _after(self, row: int, written: list[int]) -> Any:
-        """The row's matcher after these tokens; None where no text of the form begins so."""
-        if row not in self._rows:
-            self._rows[row] = self._start.deep_copy(), []
-        matcher, read = self._rows[row]
-        same = len(read)
+    def _goes_on(self, written: list[int]) -> bool:
+        """Whether a text of the form begins with these tokens, which the matcher has then read."""
+        read, same = self._read, len(self._read)
         if written[:same] != read:
             same = next(i for i in range(same) if read[i : i + 1] != written[i : i + 1])
-            matcher.rollback(len(read) - same)
+            self._matcher.rollback(len(read) - same)
             del read[same:]
-        read += written[same : same + matcher.try_consume_tokens(written[same:])]
-        return matcher if len(read) == len(written) else None
+        read += written[same : same + self._matcher.try_consume_tokens(written[same:])]
+        return len(read) == len(written)
 
 
 def _library() -> Any:

@@ -13,8 +13,9 @@ from transformers import LogitsProcessorList
 from headstart.heads import OptionError
 from headstart.heads.core import CountPenalty
 from headstart.heads.core.errors import brief
+from headstart.heads.core.forms import FormsByRow
 
-from .grammars import Grammar, GrammarProcessor, GrammarTokens
+from .grammars import Grammar, GrammarForm, GrammarTokens
 
 
 def read_seed(seed: Any) -> int | list[int]:
@@ -77,12 +78,12 @@ def take_count_penalty(options: dict[str, Any], ids: Tensor | None) -> None:
 
 
 def take_grammar(
-    options: dict[str, Any], ids: Tensor | None, tokens_of: Callable[[], GrammarTokens]
+    options: dict[str, Any], ids: Tensor | None, copies: int, tokens_of: Callable[[], GrammarTokens]
 ) -> None:
     """Turn the option `grammar` into a processor, which comes after those that are given.
 
     Args:
-        ids: the prompts [B, P].
+        ids: the prompts [B, P]; copies: how many texts follow each of them.
         tokens_of: prepares the target's tokens.
 
     Raises:
@@ -92,6 +93,8 @@ def take_grammar(
         return
     if not isinstance(grammar, Grammar):
         raise OptionError(f"grammar is {brief(repr(grammar))}; expected a Grammar.")
+    rows, width = (1, 1) if ids is None else ids.shape
+    form = GrammarForm(grammar, tokens_of(), width)
     others = options.pop("logits_processor", None) or []
-    last = GrammarProcessor(grammar, tokens_of(), 1 if ids is None else ids.shape[1])
+    last = FormsByRow([form, *(form.again() for _ in range(rows * copies - 1))])
     options["logits_processor"] = LogitsProcessorList([*others, last])

@@ -208,7 +208,7 @@ def _look(request: Request, text: list[int], name: Callable[[int], str]) -> Repl
 
 def _scores(verified: Verified, node: int, kept: list[Tensor]) -> Tensor:
     """Processed scores [V] after a node; where processors read the text, true on the path alone."""
-    if verified.sampling.readers:
+    if verified.sampling.on_host:
         return kept[0][0, node]
     return verified.scores_after(torch.full_like(verified.tree.tokens[:, :1], node))[0]
 

@@ -103,7 +103,7 @@ class Request:
         self.device = self.target.device
         if self.policy.nodes == 1:
             self.drafters = DrafterGroup()
-        self.reads_text = bool(self.criteria or self.sampling.readers)  # on the host
+        self.reads_text = bool(self.criteria or self.sampling.on_host)  # on the host
         self.keeps_text = self.reads_text or self.sampling.of_text
         self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)

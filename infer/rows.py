@@ -20,7 +20,7 @@ Fault = Callable[[int, int], DecodingError]
 def _no_token(row: int, written: int) -> DecodingError:
     return DecodingError(
         f"the target's scores for new token {written} of row {row} are NaN or infinite; load it in "
-        "float32 or bfloat16, and check its weights and processors."
+        "float32 or bfloat16, and check its weights, processors and grammar."
     )
 
 

@@ -1,7 +1,7 @@
 """Processors that read the text before a row of logits, from tensors that a graph may repeat.
 
 Each row of logits [M, V] has a text of its own, so the nodes of a tree are processed together, in
-rows of different lengths, and nothing waits for the device.
+rows of different lengths, and nothing waits for the device, but for `FormsByRow`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
+
+from .forms import FormsByRow
 
 
 class Before(NamedTuple):
@@ -175,6 +177,11 @@ def _less_by_count(item: Any, scores: Tensor, before: Before) -> Tensor:
     return scores - frequency * times - presence * (times > 0)
 
 
+def _within_forms(item: FormsByRow, scores: Tensor, before: Before) -> Tensor:
+    assert before.ids is not None and before.lengths is not None
+    return item.within(before.ids, before.lengths, scores)
+
+
 def least_of(item: Any) -> int:
     """How many tokens a text must have before it may end, by a processor of transformers."""
     if type(item) is hf.MinNewTokensLengthLogitsProcessor:
@@ -188,5 +195,6 @@ LENGTHS = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)
 OF_TEXT: dict[type, Callable[[Any, Tensor, Before], Tensor]] = {
     hf.NoRepeatNGramLogitsProcessor: _without_repeats, NGramsByRow: _without_repeats,
     **dict.fromkeys((*LENGTHS, Unended), _from_least), CountPenalty: _less_by_count,
+    FormsByRow: _within_forms,
 }  # fmt: skip
 """What processors make of scores [M, V] with a text `Before` each row, by their exact class."""

@@ -61,7 +61,7 @@ from .probe import (
     trained_context,
 )
 from .row_settings import Biased, RowSettings, note_rows, processors_by_row, write_rows
-from .sampling import STATEFUL, OfRows, Sampling, argmax, draw
+from .sampling import STATEFUL, Sampling, argmax, draw
 from .tensor_parallel import (
     in_parts,
     options_in_parts,

@@ -12,17 +12,18 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from .before import LENGTHS, CountPenalty, NGramsByRow, Unended, least_of
+from .forms import Form, FormsByRow
 from .nucleus import top_p_by_row
 
 _LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row, by the names that `generate` uses; the last five come first there.
+    """Settings of one row, by the names that `generate` uses; the last six come first there.
 
     A temperature of 0 is greedy decoding. The default is the target's whole distribution.
     `min_length` counts the prompt; `token_bias` is what a `sequence_bias` or `bad_words_ids` adds
-    to single tokens, and `count_penalty` the numbers of a `CountPenalty`.
+    to single tokens, `count_penalty` the numbers of a `CountPenalty`, and `form` that of the text.
     """
 
     temperature: float = 1.0
@@ -34,6 +35,7 @@ class RowSettings(NamedTuple):
     min_length: int = 0
     token_bias: tuple[tuple[int, float], ...] = ()
     count_penalty: tuple[float, float, int] = (0.0, 0.0, 0)
+    form: Form | None = None
 
     @classmethod
     def of(
@@ -74,6 +76,8 @@ class RowSettings(NamedTuple):
             text["min_length"] = max(least_of(item), text.get("min_length", 0))
         if left and type(left[0]) is CountPenalty:
             text["count_penalty"] = left.pop(0).numbers
+        if left and type(left[0]) is FormsByRow:
+            (text["form"],) = left.pop(0).forms
         for name, kind in _KINDS.items():
             if left and type(left[0]) is kind:
                 item = left.pop(0)
@@ -219,6 +223,8 @@ def processors_by_row(
         found.append(Unended(least, torch.tensor([*ends], dtype=torch.long, device=device)))
     if "count_penalty" in apart:
         found.append(CountPenalty.by_row(batch, device))
+    if "form" in apart:
+        found.append(FormsByRow([None] * batch))
     if sampled:
         found.append(EachRow(batch, device))
     return found
@@ -241,6 +247,8 @@ def write_rows(processors: Iterable[Any], rows: Tensor, new: Sequence[RowSetting
             item.write(rows, [each.token_bias for each in new])
         elif isinstance(item, CountPenalty):
             item.write(rows, [each.count_penalty for each in new])
+        elif isinstance(item, FormsByRow):
+            item.write(rows, [each.form for each in new])
         else:
             setting, name = _WRITTEN[type(item)]
             own, every = [[getattr(each, setting)] for each in new], getattr(item, name)

@@ -1,7 +1,6 @@
 """From logits to scores, distributions and tokens, the same for target and drafter."""
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from transformers.generation import logits_process as hf
 from .before import LENGTHS, OF_TEXT, Before, CountPenalty, NGramsByRow, Unended, least_of, penalise
 from .best import best_of
 from .cpu_choices import best_tokens, with_noise
+from .forms import FormsByRow
 from .noise import Stream, add_noise, best_with_noise, uniform
 from .nucleus import warped
 from .row_settings import Biased, EachRow
@@ -61,17 +61,6 @@ STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
 )  # fmt: skip
 """Those that count on one call for each token of the text, in order, for the whole batch."""
-
-
-class OfRows(LogitsProcessor, ABC):
-    """A processor that looks at each row's text by itself, and may leave rows out."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        return self.of_rows(input_ids, scores, None)
-
-    @abstractmethod
-    def of_rows(self, ids: Tensor, scores: Tensor, rows: Sequence[bool] | None) -> Tensor:
-        """Scores [B, V] after texts [B, T]; only `rows` matter, all when None."""
 
 
 def read_on_device(
@@ -147,6 +136,12 @@ class Sampling:
         return not self.readers and any(type(item) in OF_TEXT for item in self.processors or ())
 
     @cached_property
+    def on_host(self) -> bool:
+        """Whether the host reads the text, so that no graph can have the round."""
+        kinds = {type(item) for item in self.processors or ()}
+        return bool(self.readers) or FormsByRow in kinds
+
+    @cached_property
     def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:
         """The repetition penalty, where there is just one; it reads the set of tokens alone."""
         kind = hf.RepetitionPenaltyLogitsProcessor
@@ -204,16 +199,13 @@ class Sampling:
         """Apply every processor to logits [B, V] after `prefix` [B, T], in `dtype`.
 
         Args:
-            rows: the rows that hold a true text, all when None; a `prefix_allowed_tokens_fn` and
-                processors `OfRows` are asked about those alone.
+            rows: the rows that hold a true text, all when None; a `prefix_allowed_tokens_fn` is
+                called for those alone.
         """
         scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
         for item in self.processors or ():
             if type(item) in WARPERS:
                 scores = warped(item, scores)
-                continue
-            if isinstance(item, OfRows):
-                scores = item.of_rows(prefix, scores, rows)
                 continue
             if rows is not None and type(item) is hf.PrefixConstrainedLogitsProcessor:
                 item = only_rows(item, rows, scores.shape[-1])

@@ -78,8 +78,8 @@ class Rule:
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuse processors that read the text, for a rule that judges nodes off the path."""
-        if not self.reads_prefix and sampling.readers:
-            names = [type(item).__name__ for item in sampling.readers]
+        if not self.reads_prefix and sampling.on_host:
+            names = [type(item).__name__ for item in sampling.readers] or ["a grammar"]
             raise OptionError(
                 f"rule {self.name!r} judges nodes off the walked path, found {', '.join(names)}, "
                 "which may read the text before a node; use rule 'rejection' or 'coupled', or "

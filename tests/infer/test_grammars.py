@@ -2,14 +2,16 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from headstart.heads import family
+from headstart.heads.core.forms import FormsByRow
 from headstart.infer import Batcher, Grammar, Speculator
-from headstart.infer.grammars import GrammarProcessor, GrammarTokens
+from headstart.infer.grammars import GrammarForm, GrammarTokens
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
 
@@ -78,7 +80,8 @@ def test_a_greedy_text_is_that_of_generate(speculator: Speculator, name: str) ->
     inputs, grammar = asked(speculator, "a b a b a", "once"), GRAMMARS[name]()
     width = inputs["input_ids"].shape[1]
     tokens = GrammarTokens(speculator.tokenizer, tokens_of(speculator, "<|im_end|>"))
-    processor = GrammarProcessor(grammar, tokens, width)
+    form = GrammarForm(grammar, tokens, width)
+    processor = FormsByRow([form, form.again()])
     expected: Any = speculator.model.generate(  # type: ignore[operator]
         **inputs, do_sample=False, logits_processor=[processor]
     )
@@ -108,21 +111,50 @@ def test_a_sampled_text_has_the_form(speculator: Speculator, name: str, rule: st
     assert count > 1
 
 
-def test_a_batcher_decodes_them_beside_others(speculator: Speculator) -> None:
-    inputs = asked(speculator, "a b a b a")
-    batcher, grammar = Batcher(speculator, rows=4), GRAMMARS["regex"]()
-    expected = speculator.generate(**inputs, grammar=grammar)
-    assert torch.equal(batcher.generate(**inputs, grammar=grammar), expected)
+def test_a_batcher_decodes_them_beside_others(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with different forms or none, greedy and sampled, of which some join late."""
+    monkeypatch.setattr(Batcher, "_by_itself", None)
+    requests = []
+    for number, name in enumerate([None, *GRAMMARS, "regex", None, "choice", "schema"]):
+        options = asked(speculator, ["a b a b a", "once", "x y"][number % 3])
+        options["max_new_tokens"] = 10 + 20 * (number % 4)
+        if number % 2:
+            options |= {"do_sample": True, "temperature": 3.0, "seed": number}
+        if name is not None:
+            options["grammar"] = GRAMMARS[name]()
+        requests.append(options)
+    expected = [speculator.generate(**options) for options in requests]
+    batcher = Batcher(speculator, rows=4)
+    with ThreadPoolExecutor(len(requests)) as pool:
+        found = [*pool.map(lambda options: batcher.generate(**options), requests)]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_whose_form_cannot_be_had_fails_alone(speculator: Speculator) -> None:
+    batcher, options = Batcher(speculator, rows=4), asked(speculator, "a b a b a")
+    ends = tokens_of(speculator, "<|im_end|>")
+    bias = {"sequence_bias": {(ends[0],): -torch.inf}}
+    wrong = {**options, **bias, "grammar": Grammar.regex("ab")}
+    expected = speculator.generate(**options)
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(batcher.generate, **options) for _ in range(2)]
+        with pytest.raises(ValueError, match="check its weights, processors and grammar"):
+            batcher.generate(**wrong)
+        for each in others:
+            assert torch.equal(each.result(), expected)
 
 
 def test_it_is_asked_about_any_text_in_any_order(speculator: Speculator) -> None:
     tokens = GrammarTokens(speculator.tokenizer, tokens_of(speculator, "<|im_end|>"))
-    processor = GrammarProcessor(GRAMMARS["regex"](), tokens, 2)
+    processor = FormsByRow([GrammarForm(GRAMMARS["regex"](), tokens, 2)])
     scores = torch.zeros(1, len(speculator.tokenizer))  # type: ignore[arg-type]
     texts = ["zz", "zz1", "zz123-ab", "zz12", "zz123-ab!", "zz124-", "zz", "zz123-abab"]
     seen = {text: processor(row_of(speculator, text), scores) for text in texts}
     for text in reversed(texts):
-        fresh = GrammarProcessor(GRAMMARS["regex"](), tokens, 2)
+        fresh = FormsByRow([GrammarForm(GRAMMARS["regex"](), tokens, 2)])
         again = processor(row_of(speculator, text), scores)
         assert torch.equal(again, seen[text])
         assert torch.equal(fresh(row_of(speculator, text), scores), again)
@@ -156,7 +188,7 @@ def row_of(speculator: Speculator, text: str) -> torch.Tensor:
 def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) -> None:
     tokens = GrammarTokens(speculator.tokenizer, tokens_of(speculator, "<|im_end|>"))
     grammar = Grammar.regex("[0-9]+-").after_thoughts("[", "]")
-    processor = GrammarProcessor(grammar, tokens, 2)
+    processor = FormsByRow([GrammarForm(grammar, tokens, 2)])
     scores = torch.zeros(1, len(speculator.tokenizer))  # type: ignore[arg-type]
     found = processor(row_of(speculator, text), scores)[0].isfinite()
     letters = (letter for letter in "12[x" if found[tokens_of(speculator, letter)[0]])
@@ -192,9 +224,13 @@ def test_what_cannot_be_followed_is_refused(speculator: Speculator) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             speculator.generate(**inputs, **options)  # type: ignore[arg-type]
+    judged = Speculator(speculator.model, speculator.drafter, rule="traversal")
+    judged.tokenizer = speculator.tokenizer
+    with pytest.raises(ValueError, match=r"'traversal' judges nodes off .*, found a grammar"):
+        judged.generate(**inputs, do_sample=True, grammar=Grammar.regex("a"))
     bare = Speculator(speculator.model)
     with pytest.raises(ValueError, match="needs the target's tokenizer, a fast one, found none"):
         bare.generate(**inputs, grammar=Grammar.regex("a"))
     ends = tokens_of(speculator, "<|im_end|>")
-    with pytest.raises(ValueError, match="a text that the grammar does not allow"):
+    with pytest.raises(ValueError, match="check its weights, processors and grammar"):
         speculator.generate(**inputs, grammar=Grammar.regex("a"), suppress_tokens=ends)
