@@ -54,6 +54,9 @@ HEADS = (*(f"{name}.{kind}" for kind in ("safetensors", "pt") for name in _NAMED
 PARALLEL_FEATURES = "warp_model.bin"
 """Beside a PARD-2 drafter's weights, in its authors' format: the projection of features."""
 
+MASK_EMBEDDING = "mask_embedding.pt"
+"""Beside the weights of some block drafters: a trained embedding of the mask token."""
+
 INDEX = f"{WEIGHTS}.index.json"
 """Which file holds which tensor, for a model whose weights are in several files."""
 

@@ -7,7 +7,8 @@ of a whole model's weights, of which then nothing else is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ from ..core import ArtifactError
 from ..drafter import Drafter
 from ..families import KNOWN, family
 from ..parts.published.dflash import ARCHITECTURES
-from .files import INDEX, MALFORMED, brief, pickled, read_json, single_weights
+from .files import (
+    INDEX,
+    MALFORMED,
+    MASK_EMBEDDING,
+    WEIGHTS,
+    brief,
+    pickled,
+    read_json,
+    single_weights,
+)
 from .source import DrafterSource
 
 HEADS_INSIDE = ("medusa_num_heads", "hydra_num_heads")
@@ -31,7 +41,7 @@ INSIDE = ("medusa_head.", "hydra_head.")
 _OF_DRAFTERS = re.compile(
     r"(model\.)?(fc|fusion_fc)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
     r"|\d+\.0\.linear\.weight|blocks\.0\.layers\.0\.weight"
-    r"|(midlayer|(model\.)?layers\.0)\.hidden_norm\.weight|mtp_layers\.0\.input_proj\.weight"
+    r"|(midlayer(\.0)?|(model\.)?layers\.0)\.hidden_norm\.weight|mtp_layers\.0\.input_proj\.weight"
     r"|pre_projection\.weight|(speculator\.)?(forget_)?emb\.0\.(0\.)?weight"
 )
 """Names of tensors that a drafter has and no language model."""
@@ -56,8 +66,13 @@ def recognise(
             f"{source} is a drafter of another kind: its config calls it {brief(kind, 60)!r}; "
             f"expected a checkpoint of one of: {known_families()}."
         )
+    if MASK_EMBEDDING in source.files:
+        raise ArtifactError(
+            f"{source} has an embedding of the mask token in {MASK_EMBEDDING}, which is not read "
+            "here; look for a drafter without it."
+        )
     files, inside = _weights_files(source)
-    if not files:
+    if not files or (files[0].name == WEIGHTS and not _names_drafter(files[0])):
         return files, None
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -120,13 +135,20 @@ def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:
     return [source.folder / file for file in chosen], inside
 
 
+def _names_drafter(file: Path) -> bool:
+    """Whether some tensor of a safetensors file is a drafter's, by the names in its header."""
+    with _named_if_damaged(file), safe_open(file, "pt") as found:
+        names = list(found.keys())
+    return any(name.startswith(INSIDE) or _OF_DRAFTERS.fullmatch(name) for name in names)
+
+
 def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:
     """The tensors of a file by name, on the CPU; of heads inside of a model theirs alone.
 
     Raises:
         ArtifactError: the file is damaged, or holds something else.
     """
-    try:
+    with _named_if_damaged(file):
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as found:
                 names = list(found.keys())
@@ -134,13 +156,6 @@ def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:
                 chosen = heads if heads or inside else names
                 return {name: found.get_tensor(name) for name in chosen}
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (MemoryError, PermissionError):
-        raise
-    except Exception as error:  # torch raises many kinds for a damaged pickle
-        raise ArtifactError(
-            f"{file} holds more than tensors, or is damaged, and is not read; ask for "
-            "safetensors, or download it again."
-        ) from error
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ArtifactError(
@@ -148,6 +163,20 @@ def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:
             "state dict of the heads alone."
         )
     return tensors
+
+
+@contextmanager
+def _named_if_damaged(file: Path) -> Iterator[None]:
+    """While a file is read, an ArtifactError in the place of what is raised for a damaged one."""
+    try:
+        yield
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged pickle
+        raise ArtifactError(
+            f"{file} holds more than tensors, or is damaged, and is not read; ask for "
+            "safetensors, or download it again."
+        ) from error
 
 
 def _family_of(

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads import ArtifactError, Drafter, load_drafter
+from headstart.heads.artifacts.foreign_files import read_tensors, recognise
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.families import FAMILIES, family
 from headstart.infer import Speculator
+from tests.support import published_dflash as dflash
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
 from tests.support.drafters import made
@@ -547,3 +549,33 @@ def test_no_family_takes_a_language_model() -> None:
     model: Any = tiny("llama")
     for name in FAMILIES:
         assert family(name).from_checkpoint(tf.LlamaConfig().to_dict(), model.state_dict()) is None
+
+
+def test_of_a_language_model_no_tensor_is_read_to_tell_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header tells; of a head of the same file name the tensors are needed."""
+    read: list[Path] = []
+
+    def counted(file: Path, *options: Any) -> Any:
+        read.append(file)
+        return read_tensors(file, *options)
+
+    monkeypatch.setattr("headstart.heads.artifacts.foreign_files.read_tensors", counted)
+    tiny("llama").save_pretrained(tmp_path / "model")
+    head = write(tmp_path / "head", eagle.SAID, eagle.published(1, "layers.0."), MODEL)
+    for folder, is_head in ((tmp_path / "model", False), (head, True)):
+        source = DrafterSource(folder)
+        files, found = recognise(source, json.loads((folder / "config.json").read_text()))
+        assert [file.name for file in files] == [MODEL]
+        assert (found is not None) == is_head and read == files * is_head
+
+
+def test_an_embedding_of_the_mask_token_beside_a_drafter_is_refused(tmp_path: Path) -> None:
+    """Without it the drafts would be made from another embedding, and nobody would be told."""
+    folder = write(tmp_path, dflash.Form().config, dflash.Form().tensors, MODEL)
+    load_drafter(folder, tiny("llama"))
+    torch.save({"embedding": normal(SIZE)}, folder / "mask_embedding.pt")
+    with pytest.raises(ArtifactError) as caught:
+        load_drafter(folder, tiny("llama"), allow_pickle=True)
+    assert "has an embedding of the mask token in mask_embedding.pt" in one_line(caught.value)
