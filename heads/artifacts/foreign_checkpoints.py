@@ -78,7 +78,7 @@ def load_checkpoint(
     except (ArtifactError, OptionError) as error:
         raise ArtifactError(f"{source} is not read: {error}") from error
     tensors = _apart(tensors)
-    _check_shapes(drafter_config, tensors, source)
+    _check_shapes(drafter_config, tensors, source, config)
     try:
         drafter: Any = kind.from_pretrained(
             None, config=drafter_config, state_dict=tensors, **options
@@ -91,6 +91,7 @@ def load_checkpoint(
             f"{source} cannot be read as {config_class.family_name()} ({brief(error)}); "
             "download it again."
         ) from error
+    _check_types(drafter, tensors, source)
     if not names_layers and FINAL not in (layers := drafter_config.feature_layers):
         logger.warning(
             f"{source} names no layers of the target, so it reads the inputs of layers "
@@ -154,7 +155,9 @@ def _config(
     return config
 
 
-def _check_shapes(config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource) -> None:
+def _check_shapes(
+    config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource, said: dict[str, Any]
+) -> None:
     """Refuse a tensor that is missing, unknown or of another shape, the first by name."""
     found = {key: list(tensor.shape) for key, tensor in tensors.items()}
     try:
@@ -169,10 +172,25 @@ def _check_shapes(config: DrafterConfig, tensors: dict[str, Tensor], source: Dra
         remedy = "its tensors do not fit together: download it again"
         if wanted == "none":
             remedy = "it has a part that is not run here: look for a head without it"
+        if quantized := said.get("quantization_config") or said.get("compression_config"):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            remedy = f"it is quantized ({brief(method, 40)}): look for it in full precision"
         raise ArtifactError(
             f"{source} does not fit as {config.family_name()}: found {name} {has}, expected "
             f"{wanted}; {remedy}."
         )
+
+
+def _check_types(drafter: Drafter, tensors: dict[str, Tensor], source: DrafterSource) -> None:
+    """Refuse whole numbers, or floating point numbers of 8 bits, where weights are expected."""
+    for name, own in drafter.state_dict().items():
+        kind = tensors[name].dtype
+        if own.is_floating_point() != (kind.is_floating_point and kind.itemsize > 1):
+            what = "floating point" if own.is_floating_point() else "whole"
+            raise ArtifactError(
+                f"{source} has {name} in {str(kind).removeprefix('torch.')}, expected {what} "
+                "numbers that are not quantized: look for it in full precision."
+            )
 
 
 def check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]) -> None:

@@ -72,12 +72,19 @@ def recognise(
             "here; look for a drafter without it."
         )
     files, inside = _weights_files(source)
-    if not files or (files[0].name == WEIGHTS and not _names_drafter(files[0])):
+    named = _of_drafter(files[0]) if files and files[0].name == WEIGHTS else None
+    if not files or (files[0].name == WEIGHTS and named is None):
         return files, None
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= read_tensors(file, inside)
-    return files, _family_of(config, tensors, files[0])
+    found = _family_of(config, tensors, files[0])
+    if found is None and named is not None:
+        raise ArtifactError(
+            f"{files[0]} has a drafter's {brief(named, 80)}, and lacks tensors by which its family "
+            "would be told, or has others of their names; download it again."
+        )
+    return files, found
 
 
 def known_families() -> str:
@@ -135,11 +142,12 @@ def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:
     return [source.folder / file for file in chosen], inside
 
 
-def _names_drafter(file: Path) -> bool:
-    """Whether some tensor of a safetensors file is a drafter's, by the names in its header."""
+def _of_drafter(file: Path) -> str | None:
+    """The first name in a safetensors file's header that only a drafter's tensors have."""
     with _named_if_damaged(file), safe_open(file, "pt") as found:
         names = list(found.keys())
-    return any(name.startswith(INSIDE) or _OF_DRAFTERS.fullmatch(name) for name in names)
+    known = (name for name in names if name.startswith(INSIDE) or _OF_DRAFTERS.fullmatch(name))
+    return next(known, None)
 
 
 def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The decoder layers of a drafter's own: Llama's, or Qwen3's for what only these have."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -57,6 +58,10 @@ class Layer:
                 f"hidden_size {self.hidden_size}, num_attention_heads {heads} and "
                 f"num_key_value_heads {self.num_key_value_heads} do not go together"
             )
+        for name in ("rope_theta", "rms_norm_eps", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a number above 0")
         turned = int(self.head_dim * self.partial_rotary_factor)
         if self.partial_rotary_factor != 1 and (turned % 2 or not 0 < turned < self.head_dim):
             raise ValueError(

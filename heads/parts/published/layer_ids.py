@@ -15,7 +15,7 @@ counts it by one of them:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core import FINAL, ArtifactError
+from ...core import FINAL, ArtifactError, brief
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _INPUTS, _OUTPUTS = (_AUX, "aux_hidden_state_layer_ids"), (_AUX, "target_layer_ids")
@@ -29,10 +29,19 @@ def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
     [2, 16, 29]
     """
     if inputs := next((config[key] for key in _INPUTS if config.get(key)), None):
-        return list(inputs)
+        return _checked(inputs)
     inner = config.get("eagle_config") or config.get("dflash_config") or {}
     said = [inner.get(key) for key in _OUTPUTS] + [config.get(key) for key in _OUTPUTS_AT_TOP]
-    return [layer + 1 for layer in next(filter(None, said), [])]
+    return [layer + 1 for layer in _checked(next(filter(None, said), []))]
+
+
+def _checked(layers: Any) -> list[int]:
+    if not isinstance(layers, list | tuple) or not all(type(each) is int for each in layers):
+        raise ArtifactError(
+            f"its config names the layers {brief(repr(layers), 80)} of the target; expected a list "
+            "of whole numbers."
+        )
+    return list(layers)
 
 
 def published_layers(count: int) -> list[int]:

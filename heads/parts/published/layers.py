@@ -3,6 +3,7 @@
 Sizes are the tensors', wherever these tell: configs are often copied from another model's.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -131,7 +132,8 @@ def _rotary(inner: dict[str, Any], width: int) -> dict[str, Any]:
             f"its rotary positions differ between types of layers ({', '.join(nested)}); expected "
             "the same for all."
         )
-    theta = rope.pop("rope_theta", None) or inner.get("rope_theta") or 10_000.0
+    said = rope.pop("rope_theta", None), inner.get("rope_theta"), 10_000.0
+    theta = next(each for each in said if each is not None)
     share = _share(inner, rope, width)
     for name in (*_SHARES, *_SECTIONS, "rope_dim"):
         rope.pop(name, None)
@@ -155,8 +157,13 @@ def _rotary(inner: dict[str, Any], width: int) -> dict[str, Any]:
         rope[_ORIGINAL] = original
         if kind != "llama3" and rope.get("factor") is None:
             rope["factor"] = most / original
-    said = {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
-    return said | ({} if share == 1 else {"partial_rotary_factor": share})
+    factor = rope.get("factor")
+    if kind != "default" and factor is not None and not 0 < factor < math.inf:
+        raise ArtifactError(
+            f"its rotary positions are scaled by {factor}; expected a factor above 0."
+        )
+    found = {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
+    return found | ({} if share == 1 else {"partial_rotary_factor": share})
 
 
 def share_of(layer: dict[str, Any]) -> dict[str, float]:

@@ -16,6 +16,12 @@ def read_vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> T
     Raises:
         ArtifactError: `offsets`, d2t, and `mask`, t2d, contradict each other or the target.
     """
+    for name, tensor in (("d2t", offsets), ("t2d", mask)):
+        if tensor is not None and (tensor.dim() != 1 or tensor.is_floating_point()):
+            raise ArtifactError(
+                f"its {name} is {tensor.dtype} of shape {list(tensor.shape)}; expected one whole "
+                "number or truth value for each token: download it again."
+            )
     ids = offsets.long() + torch.arange(len(offsets))
     if mask is not None and not torch.equal(ids, kept := mask.nonzero().flatten()):
         if not torch.equal(offsets.long(), kept):

@@ -571,6 +571,36 @@ def test_of_a_language_model_no_tensor_is_read_to_tell_what_it_is(
         assert (found is not None) == is_head and read == files * is_head
 
 
+IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+UP, QUERY = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "named"),
+    [
+        ({}, {UP: torch.ones(24, SIZE, dtype=torch.int8)}, "up_proj.weight in int8, expected"),
+        ({}, {UP: torch.ones(24, SIZE).to(torch.float8_e4m3fn)}, "in float8_e4m3fn, expected"),
+        (AWQ, {UP: None, f"{UP[:-6]}qweight": torch.ones(SIZE, 3, dtype=torch.int32)},
+         "it is quantized (awq): look for it in full precision"),
+        (AWQ, {}, ""),  # whose tensors are not
+        ({}, {QUERY: None}, "model.safetensors has a drafter's fc.weight, and lacks tensors"),
+        ({}, {"fc.weight": normal(1, SIZE, 3 * SIZE)}, "has a drafter's fc.weight, and lacks"),
+    ],
+)  # fmt: skip
+def test_quantized_and_damaged_heads(said: dict, changes: dict, named: str, tmp_path: Path) -> None:
+    """They are told as what they are, and not taken for language models."""
+    tensors = {**eagle.published(3, "midlayer."), **changes}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    folder = write(tmp_path / "heads", eagle.SAID | IDS | said, tensors, MODEL)
+    if not named:
+        load_drafter(folder, tiny("llama"))
+        return
+    with pytest.raises(ArtifactError) as caught:
+        load_drafter(folder, tiny("llama"))
+    assert named in one_line(caught.value)
+
+
 def test_an_embedding_of_the_mask_token_beside_a_drafter_is_refused(tmp_path: Path) -> None:
     """Without it the drafts would be made from another embedding, and nobody would be told."""
     folder = write(tmp_path, dflash.Form().config, dflash.Form().tensors, MODEL)

@@ -145,6 +145,8 @@ def test_a_damaged_file_is_refused_or_harmless(
         {"num_attention_heads": -4}, {"num_attention_heads": 10**9}, {"num_attention_heads": "4"},
         {"num_attention_heads": []},
         {"head_dim": 0.5}, {"head_dim": 10**12}, {"rms_norm_eps": "x"}, {"rope_theta": "x"},
+        {"rope_theta": 0}, {"rope_theta": float("inf")}, {"rope_theta": -5.0},
+        {"sliding_window": -3, "layer_types": ["sliding_attention"]}, {"rms_norm_eps": -1.0},
         {"partial_rotary_factor": "x"}, {"rope_scaling": {"rope_dim": 10**400}},
         {"rope_scaling": "x"}, {"rope_scaling": {"rope_type": "no_such"}},
         {"rope_scaling": {"rope_type": "llama3"}}, 
