@@ -91,7 +91,6 @@ def load_checkpoint(
             f"{source} cannot be read as {config_class.family_name()} ({brief(error)}); "
             "download it again."
         ) from error
-    _check_types(drafter, tensors, source)
     if not names_layers and FINAL not in (layers := drafter_config.feature_layers):
         logger.warning(
             f"{source} names no layers of the target, so it reads the inputs of layers "
@@ -179,18 +178,6 @@ def _check_shapes(
             f"{source} does not fit as {config.family_name()}: found {name} {has}, expected "
             f"{wanted}; {remedy}."
         )
-
-
-def _check_types(drafter: Drafter, tensors: dict[str, Tensor], source: DrafterSource) -> None:
-    """Refuse whole numbers, or floating point numbers of 8 bits, where weights are expected."""
-    for name, own in drafter.state_dict().items():
-        kind = tensors[name].dtype
-        if own.is_floating_point() != (kind.is_floating_point and kind.itemsize > 1):
-            what = "floating point" if own.is_floating_point() else "whole"
-            raise ArtifactError(
-                f"{source} has {name} in {str(kind).removeprefix('torch.')}, expected {what} "
-                "numbers that are not quantized: look for it in full precision."
-            )
 
 
 def check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]) -> None:

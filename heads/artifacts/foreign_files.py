@@ -78,6 +78,7 @@ def recognise(
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= read_tensors(file, inside)
+    _check_types(tensors, files[0])
     found = _family_of(config, tensors, files[0])
     if found is None and named is not None:
         raise ArtifactError(
@@ -185,6 +186,17 @@ def _named_if_damaged(file: Path) -> Iterator[None]:
             f"{file} holds more than tensors, or is damaged, and is not read; ask for "
             "safetensors, or download it again."
         ) from error
+
+
+def _check_types(tensors: dict[str, Tensor], file: Path) -> None:
+    """Refuse matrices of whole numbers, or of floating point numbers of 8 bits."""
+    for name, tensor in tensors.items():
+        kind = tensor.dtype
+        if tensor.dim() > 1 and not (kind.is_floating_point and kind.itemsize > 1):
+            raise ArtifactError(
+                f"{file} holds {brief(name, 80)} in {str(kind).removeprefix('torch.')}, as "
+                "quantized weights are, which are not read; look for it in full precision."
+            )
 
 
 def _family_of(

@@ -579,10 +579,11 @@ UP, QUERY = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("said", "changes", "named"),
     [
-        ({}, {UP: torch.ones(24, SIZE, dtype=torch.int8)}, "up_proj.weight in int8, expected"),
-        ({}, {UP: torch.ones(24, SIZE).to(torch.float8_e4m3fn)}, "in float8_e4m3fn, expected"),
+        ({}, {UP: torch.ones(24, SIZE, dtype=torch.int8)}, "up_proj.weight in int8, as quantized"),
+        ({}, {UP: torch.ones(24, SIZE).to(torch.float8_e4m3fn)}, "in float8_e4m3fn, as quantized"),
         (AWQ, {UP: None, f"{UP[:-6]}qweight": torch.ones(SIZE, 3, dtype=torch.int32)},
-         "it is quantized (awq): look for it in full precision"),
+         "up_proj.qweight in int32, as quantized weights are"),
+        (AWQ, {f"{UP}_scale": torch.ones(1)}, "it is quantized (awq): look for it in full"),
         (AWQ, {}, ""),  # whose tensors are not
         ({}, {QUERY: None}, "model.safetensors has a drafter's fc.weight, and lacks tensors"),
         ({}, {"fc.weight": normal(1, SIZE, 3 * SIZE)}, "has a drafter's fc.weight, and lacks"),
