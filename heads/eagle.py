@@ -123,7 +123,7 @@ class Eagle(TokenConditioned):
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The layer's input for tokens [...] and the hidden states before them [..., D]."""
         pairs = torch.cat([self.embed(tokens), hidden], -1)
-        return self.fc(pairs).to(self.dtype)  # under autocast too: what is added to stays precise
+        return self.fc(pairs).to(hidden.dtype)  # under autocast too: what is added to stays precise
 
     def _left(self, found: Any) -> Tensor:
         """The hidden states that the layers leave, which the next pairs and the output read."""

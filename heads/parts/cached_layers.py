@@ -54,7 +54,8 @@ class DraftCache:
 
 
 class ForwardSetup(NamedTuple):
-    """What forwards need to know of the model, and for which device and dtype it holds."""
+    """What forwards need to know of the model, and for which device and dtype of its first weight
+    it holds."""
 
     place: tuple[torch.device, torch.dtype]
     windows: AttentionWindows
@@ -192,20 +193,22 @@ class CachedLayers:
     @property
     def forward_setup(self) -> ForwardSetup:
         """How the model is run, found again whenever its device or dtype has changed."""
-        model, place = self.model, (self.model.device, self.model.dtype)
-        if self._forward_setup is not None and self._forward_setup.place == place:
-            return self._forward_setup
+        model, setup = self.model, self._forward_setup
+        weight = next(model.parameters())  # they are moved and cast together
+        if setup is not None and setup.place == (weight.device, weight.dtype):
+            return setup
         try:
             windows = AttentionWindows.of(model)
             if self._shapes is None:
                 shapes = probe_layers(self._tried)
                 windows = choose_attention(self._tried, windows, shapes, "auto")
             else:
-                device, dtype = place
-                shapes = [replace(shape, device=device, dtype=dtype) for shape in self._shapes]
+                place = {"device": model.device, "dtype": model.dtype}
+                shapes = [replace(shape, **place) for shape in self._shapes]
                 windows = replace(windows, tree=not any(shape.no_kernel for shape in shapes))
         except UnsupportedTarget as error:
             raise OptionError(f"no draft model: {error}") from error
+        place = weight.device, weight.dtype
         self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))
         return self._forward_setup
 
