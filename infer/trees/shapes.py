@@ -117,8 +117,9 @@ def check_levels(text: str, nodes: int, depth: int) -> None:
     """
     if nodes <= depth:
         raise OptionError(
-            f"tree {text[:60]} has {nodes - 1} nodes beside the root and a depth of {depth}; "
-            "expected at least one node for each level: raise its nodes or lower its depth."
+            f"tree {text[:60]} has {counted(nodes - 1, 'node')} beside the root, and a depth of "
+            f"{depth}; expected at least one node for each level: raise its nodes, or lower its "
+            "depth."
         )
 
 

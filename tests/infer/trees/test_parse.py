@@ -195,7 +195,7 @@ def test_bad_forms_are_one_line(text: Any) -> None:
 @pytest.mark.parametrize(("text", "least"), [("best-first:{},3,4", 5), ("beam:3,4,{}", 5)])
 def test_a_searched_tree_has_a_node_for_each_level(text: str, least: int) -> None:
     assert parse_tree(text.format(least)).nodes == least
-    with pytest.raises(OptionError, match="3 nodes beside the root and a depth of 4; expected"):
+    with pytest.raises(OptionError, match="3 nodes beside the root, and a depth of 4; expected"):
         parse_tree(text.format(least - 1))
 
 
