@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         tell([f"Checking {recipe.name}, which takes a minute or two"])
     with quiet_stdout():
-        found: Any = inspect_run(recipe)
+        found: Any = inspect_run(recipe, lambda said: tell([f"check: {said}"]))
     if options.json:
         print(to_json(to_report(recipe, found)))
     else:

@@ -77,11 +77,14 @@ def _facts(recipe: Recipe, found: Inspection) -> list[tuple[str, str]]:
     ]
     if pace is None:
         return rows
+    features = ""
+    if pace.features_s:
+        features = f", with features that are computed once, in {_time(pace.features_s)}"
     return [
         *rows,
         ("memory of a training step", size(pace.peak)),
         ("the target writes", f"{pace.written_tokens_s:,.0f} tokens per second"),
-        ("a training step", f"{1000 * pace.step_s:,.0f} ms"),
+        ("a training step", f"{1000 * pace.step_s:,.0f} ms{features}"),
         ("distillation, training", f"{_time(pace.distill_s)}, {_time(pace.train_s)}; one process"),
     ]
 

@@ -716,14 +716,16 @@ def test_bytes_that_are_no_text_end_no_chat(target: str, tmp_path: Path) -> None
 def test_a_check_says_on_a_terminal_that_it_takes_long(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(_: Any) -> None:
+    def refuse(_: Any, told: Any) -> None:
+        told("loading the target")
         raise ValueError("refused")
 
     monkeypatch.setattr("headstart.train.checks.inspect.inspect_run", refuse)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert main(["check", "quickstart"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[:-1] == ["Checking quickstart, which takes a minute or two"] * terminal
+    first = ["Checking quickstart, which takes a minute or two"] * terminal
+    assert said[:-1] == [*first, "check: loading the target"]
 
 
 def test_help_names_every_rule_and_expansion() -> None:

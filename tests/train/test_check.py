@@ -23,11 +23,13 @@ from headstart.train.checks.inspect import inspect_run
 from headstart.train.checks.masks import tokenizer_fits
 from headstart.train.checks.needs import needs_of
 from headstart.train.checks.overfit import learns_by_heart
-from headstart.train.checks.pace import measure_steps, pace_of
+from headstart.train.checks.pace import Measured, measure_steps, pace_of
 from headstart.train.checks.plan import plan_run
 from headstart.train.data import rendering
 from headstart.train.data.documents import Document
+from headstart.train.drafter_stage import make_drafter
 from headstart.train.fit import target_with_drafter
+from headstart.train.fit.joint import training_module
 from headstart.train.losses.draft_loss import head_labels
 from headstart.train.recipe import Recipe, Scratch, parse_recipe
 from headstart.train.scratch_target import train_target
@@ -134,19 +136,19 @@ def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
 
     made = recipe(home, train={"rows_per_step": 40, "epochs": 3, "max_steps": 1_000_000})
     step = measure_steps(Counted(), made, 300, 8)  # type: ignore[arg-type]
-    assert calls == [4, 4, 4] and 10 * 0.02 < step[0] < 2
+    assert calls == [4, 4, 4] and 10 * 0.02 < step.step_s < 2
     # 24 rows are asked for, and taken of at least as many documents: a step an epoch.
     for documents, steps in ((100, 3), (10, 3)):
         pace = pace_of(made, (100, 1.0), step, documents, (1, 1))
-        assert pace.train_s == pytest.approx(steps * step[0])
+        assert pace.train_s == pytest.approx(steps * step.step_s)
         assert pace.distill_s == pytest.approx(min(24, documents) * 32 / 100)
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (10, 1)).train_s == 3 * 6 * 2.0
+    assert pace_of(made, (100, 1.0), Measured(2.0, 0), 100, (10, 1)).train_s == 3 * 6 * 2.0
     made = recipe(home, train={"rows_per_step": 8, "epochs": 3, "max_steps": 1_000_000})
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 1)).train_s == 9 * 2.0
+    assert pace_of(made, (100, 1.0), Measured(2.0, 0), 100, (1, 1)).train_s == 9 * 2.0
     # Chats of four answers, 32 tokens at most each; they are as many rows, or one of 128 tokens.
-    four = pace_of(made, (100, 1.0), (2.0, 0), 100, (4, 4))
+    four = pace_of(made, (100, 1.0), Measured(2.0, 0), 100, (4, 4))
     assert four.train_s == 4 * 9 * 2.0 and four.distill_s == pytest.approx(24 * 4 * 32 / 100)
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 9)).distill_s == 24 * 128 / 100
+    assert pace_of(made, (100, 1.0), Measured(2.0, 0), 100, (1, 9)).distill_s == 24 * 128 / 100
 
 
 def test_packed_rows_are_measured_as_they_are_trained(
@@ -166,14 +168,41 @@ def test_packed_rows_are_measured_as_they_are_trained(
     measure_steps(Packed(), made, 300, 8, 20)  # type: ignore[arg-type]
     assert asked == [(4, 20)] * 3
     # 24 rows in steps of 4 packed ones, which hold two each.
-    assert pace_of(made, (100, 1.0), (2.0, 0), 100, (1, 1), 2.0).train_s == 3 * 3 * 2.0
+    assert pace_of(made, (100, 1.0), Measured(2.0, 0), 100, (1, 1), 2.0).train_s == 3 * 3 * 2.0
     needs, less = (needs_of(each, plan_run(each)) for each in (made, plain))
     rest = 16 * needs.drafter + needs.target
     assert needs.memory - rest == pytest.approx(4 * (less.memory - rest))  # rows have 128 tokens
     measured = mock.Mock(wraps=measure_steps)
     monkeypatch.setattr(inspect, "measure_steps", measured)
     assert not wrong(made)
-    assert measured.call_args.args[-2:] == (128, 512)
+    assert measured.call_args.args[-3:] == (128, 512, True)
+
+
+def test_features_that_are_kept_are_computed_once(home: Path) -> None:
+    """As a training does it: a row's features take time before the first step, and in none."""
+    step = Measured(2.0, 0, 0.5)
+    asked = {"epochs": 3, "max_steps": 1_000_000}
+    pace = pace_of(recipe(home, train=asked), (100, 1.0), step, 100, (2, 1))
+    assert pace.features_s == 48 * 0.5 and pace.train_s == pace.features_s + 3 * 12 * 2.0
+    bounded = recipe(home, train=asked | {"max_seconds": 5.0})
+    assert pace_of(bounded, (100, 1.0), step, 100, (2, 1)).train_s == 5.0
+    target = AutoModelForCausalLM.from_pretrained(home / "target")
+    for how, room in (({}, None), ({"packing": True}, 20)):
+        made = recipe(home, train=how)
+        drafter: Any = make_drafter(made, target, None)
+        module = training_module(made.train, target, drafter)
+        with mock.patch.object(module, "features", mock.Mock(wraps=module.features)) as ran:
+            measured = measure_steps(module, made, 300, 8, room, True)
+            assert ran.call_count == 1 and measured.row_s > 0
+            assert module.cache is not None and len(module.cache) == 4 * (room or 8)
+            assert measure_steps(module, made, 300, 8, room).row_s == 0
+            assert ran.call_count == 4  # each step's
+        module.release()
+    for limit, kept in ((1024, True), (0.001, False)):
+        measure = mock.Mock(wraps=measure_steps)
+        with mock.patch.object(inspect, "measure_steps", measure):
+            assert not wrong(recipe(home, train={"feature_cache_mb": limit}))
+        assert measure.call_args.args[-1] is kept
 
 
 def test_stages_are_measured_by_their_share(home: Path) -> None:
@@ -182,7 +211,7 @@ def test_stages_are_measured_by_their_share(home: Path) -> None:
             return self.step(0.02 if weight is None else 0.12)
 
     stages = (0.75, {"weight": None}), (0.25, {"weight": 0.2})
-    seconds, _ = measure_steps(Staged(*stages), recipe(home), 300, 8)  # type: ignore[arg-type]
+    seconds = measure_steps(Staged(*stages), recipe(home), 300, 8).step_s  # type: ignore[arg-type]
     assert 0.045 <= seconds < 0.1
 
 

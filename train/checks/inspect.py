@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..data.prefixes import (
     encode,
     prompt_settings,
 )
-from ..data.writers import make_writer
+from ..data.writers import examples_of, make_writer
 from ..data.writers.counting import LOOKED_AT, per_document
 from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
@@ -44,12 +44,15 @@ from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
-from .pace import Pace, measure_steps, pace_of, peak_memory, texts_tokens
+from .pace import Measured, Pace, measure_steps, pace_of, peak_memory, texts_tokens
 from .plan import Plan, plan_run
 
 _READ = 4_000_000  # bytes of a corpus that are read
 _ROWS = 4  # rows that are made and shown
 _WRITTEN = 64  # tokens that the target writes at most in each text
+
+
+Told = Callable[[str], object]
 
 
 @dataclass
@@ -69,8 +72,11 @@ class Inspection:
         return all(finding.fine is not False for finding in self.findings)
 
 
-def inspect_run(recipe: Recipe) -> Inspection:
+def inspect_run(recipe: Recipe, told: Told = lambda said: None) -> Inspection:
     """Check all of a recipe that can be told from a few texts.
+
+    Args:
+        told: called with what is done next, before it begins.
 
     Raises:
         ValueError: one of its kinds, in one line, for what makes the run impossible; what it would
@@ -79,6 +85,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     plan = plan_run(recipe)
     found = Inspection(plan, needs_of(recipe, plan))
     check_needs(recipe, found.needs)
+    told("reading the corpus")
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         part = min(recipe.corpus.max_bytes, _READ)
         spec = replace(recipe.corpus, max_bytes=part)
@@ -88,6 +95,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
             "train": list(load_documents(Path(folder), "train")),
             "held_out": list(load_documents(Path(folder), "held_out")),
         }
+    told("loading the target")
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts, plan.context))
@@ -104,6 +112,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     if not plan.drafter.learns():
         return found
     found.findings += examples_taken(recipe, found.counts["training documents"])
+    told("making a few rows")
     found.rows = training_rows(recipe, target, tokenizer, documents["train"])
     found.findings += [
         masks_fit(tokenizer, found.rows),
@@ -114,7 +123,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
         length = min(len(some[0]), recipe.distill.max_length or plan.context or len(some[0]))
     first = [documents["train"][i] for i in range(min(len(documents["train"]), LOOKED_AT))]
     each = per_document(recipe.distill, tokenizer, first, recipe.chat, plan.context)
-    _try_training(recipe, target, texts, length, each, found)
+    _try_training(recipe, target, texts, length, each, found, told)
     return found
 
 
@@ -189,7 +198,7 @@ def training_rows(
 
 def _try_training(
     recipe: Recipe, target: Any, texts: list[Tensor], length: int, each: tuple[float, float],
-    found: Inspection,
+    found: Inspection, told: Told,
 ) -> None:  # fmt: skip
     """Alignment, the pace of a few steps on rows of `length` tokens, and a text learnt by heart.
 
@@ -198,31 +207,37 @@ def _try_training(
     Args:
         each: rows and answers of a document.
     """
+    documents = found.counts["training documents"]
     sample: Any = Sample(torch.cat(texts)) if family(recipe.drafter.family).trainable else None
     drafter: Any = make_drafter(recipe, target, sample)
     short = min(prompt_settings(recipe)["tokens"] or 32, 32)
     prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
+    told("the target writes a few texts")
     started = time.perf_counter()
     written = write_texts(target, drafter, prompts, min(recipe.distill.new_tokens, _WRITTEN))
     wrote = texts_tokens(written), time.perf_counter() - started
     if not drafter.trainable:
-        step = 0.0, peak_memory(target.device)
-        found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each)
+        step = Measured(0.0, peak_memory(target.device))
+        found.pace = pace_of(recipe, wrote, step, documents, each)
         return
     longest = max(written, key=lambda text: len(text.tokens) - text.prompt)
     drafter = make_drafter(recipe, target, Sample(longest.tokens))  # type: ignore[arg-type]
+    told("training a few steps")
     train = recipe.train
     module = training_module(train, target, drafter)
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
     room = packed_tokens(train, length) if packs_rows(module, train) else None
+    tokens = examples_of(recipe.distill, documents) * each[0] * length
+    kept = module.megabytes(tokens) <= train.feature_cache_mb
     with enough_memory(TRAINING):
-        step = measure_steps(module, recipe, len(found.tokenizer), length, room)
+        step = measure_steps(module, recipe, len(found.tokenizer), length, room, kept)
     packed = (room or length) / length
-    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"], each, packed)
+    found.pace = pace_of(recipe, wrote, step, documents, each, packed)
     module.release()
     if drafter.adapter is not None:
         drafter.adapter.detach()
+    told("learning one text by heart")
     hard = type(module)(target, drafter, train.head_decay, "cross_entropy", 0.0)
     found.findings.append(learns_by_heart(hard, longest))
     hard.release()

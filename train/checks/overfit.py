@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from headstart.heads.core import capture
 from headstart.infer.measure.own_text import Written
 from headstart.infer.measure.ranks import MISSED, measure_ranks, replay
 
+from ..data.training_rows import Row, Rows
 from ..fit.target_with_drafter import TargetWithDrafter
 from .alignment import batch_of
 from .findings import Finding
@@ -44,6 +46,10 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
         module: with the loss `cross_entropy`.
     """
     tokens, supervised = batch_of([text])
+    # The features are the same in each step.
+    rows = Rows.of([Row("", tokens[0].int().cpu().numpy(), supervised[0].cpu().numpy())])
+    module.fill_cache(rows, math.inf)
+    number = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     drafter, started = module.drafter, time.perf_counter()
     first = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     best = 0.0, 0.0
@@ -54,7 +60,7 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
         module.train()
         for _ in range(steps):
-            loss = module(None, tokens, supervised)["loss"]
+            loss = module(number, tokens, supervised)["loss"]
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -6,14 +6,26 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from headstart.infer.measure.own_text import Written
 
+from ..data.training_rows import Row, Rows
 from ..data.writers import examples_of
 from ..fit.target_with_drafter import TargetWithDrafter
 from ..recipe import Recipe
+
+
+class Measured(NamedTuple):
+    """What a training takes of time and memory."""
+
+    step_s: float  # a step of the optimizer, in the mean over the stages
+    peak: int  # bytes in use
+    row_s: float = 0.0  # to compute a row's features once, where they are kept in memory
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,7 @@ class Pace:
     peak: int  # bytes on the GPU; of the process where there is none
     distill_s: float
     train_s: float
+    features_s: float  # of it, before the first step, where features are kept in memory; else 0
 
     @property
     def hours(self) -> float:
@@ -33,9 +46,10 @@ class Pace:
 
 
 def measure_steps(
-    module: TargetWithDrafter, recipe: Recipe, vocab_size: int, length: int, room: int | None = None
-) -> tuple[float, int]:
-    """Seconds of a training step, and the memory then in use: of three steps, the fastest.
+    module: TargetWithDrafter, recipe: Recipe, vocab_size: int, length: int,
+    room: int | None = None, kept: bool = False,
+) -> Measured:  # fmt: skip
+    """What a training step takes: of three steps, the fastest.
 
     Where the stages of a training differ, each is measured, and the seconds are the mean over all
     steps. One of a step's micro-batches is computed, and counted as often as there are.
@@ -43,6 +57,7 @@ def measure_steps(
     Args:
         length: tokens of each row.
         room: tokens of a row of the batch, in which several are packed; `length` when None.
+        kept: whether the training keeps all features in memory, see `fill_cache`.
     """
     spec, rows = recipe.train, recipe.train.batch_size
     batches = spec.accumulation(1)
@@ -53,6 +68,9 @@ def measure_steps(
     if room is not None:
         every = torch.arange(room, device=device).expand_as(tokens)
         batch |= {"segments": (every // length).int(), "positions": every % length}
+    numbers, row_s = _keep_features(module, tokens, length) if kept else (None, 0.0)
+    if room is None and numbers is not None:
+        numbers = numbers[:, 0]
     learning = [p for part in module.trained() for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, 1e-5)
     module.train()
@@ -62,7 +80,7 @@ def measure_steps(
         for _ in range(3):
             _wait(device)
             started = time.perf_counter()
-            module(None, **batch, **options)["loss"].backward()
+            module(numbers, **batch, **options)["loss"].backward()
             _wait(device)
             computed = time.perf_counter()
             optimizer.step()
@@ -71,7 +89,25 @@ def measure_steps(
             times.append(batches * (computed - started) + time.perf_counter() - computed)
         mean += share * min(times)
     module.eval()
-    return mean, peak_memory(device)
+    return Measured(mean, peak_memory(device), row_s)
+
+
+def _keep_features(module: TargetWithDrafter, tokens: Tensor, length: int) -> tuple[Tensor, float]:
+    """Keep the features of a batch as a training does.
+
+    Returns:
+        The numbers of the rows [B, S] of `length` tokens that stand in each row of the batch, and
+        the seconds that one took.
+    """
+    ends = range(length, tokens.shape[1], length)
+    texts = [text for row in tokens.int().cpu().numpy() for text in np.split(row, ends)]
+    rows = Rows.of(Row(str(n), text, np.ones(len(text), bool)) for n, text in enumerate(texts))
+    _wait(tokens.device)
+    started = time.perf_counter()
+    module.fill_cache(rows, math.inf)
+    _wait(tokens.device)
+    seconds = (time.perf_counter() - started) / len(texts)
+    return torch.arange(len(texts), device=tokens.device).view(len(tokens), -1), seconds
 
 
 def peak_memory(device: torch.device) -> int:
@@ -88,7 +124,7 @@ def peak_memory(device: torch.device) -> int:
 def pace_of(
     recipe: Recipe,
     wrote: tuple[int, float],
-    step: tuple[float, int],
+    step: Measured,
     documents: int,
     each: tuple[float, float],
     packed: float = 1.0,
@@ -97,7 +133,7 @@ def pace_of(
 
     Args:
         wrote: tokens that the target wrote, and seconds; the shape of a batch is the recipe's.
-        step: see `measure_steps`.
+        step: what `measure_steps` says.
         documents: of the training set; see `examples_of`.
         each: rows and answers of a document, see `per_document`.
         packed: how many rows stand in one of a batch, where they are packed.
@@ -113,11 +149,12 @@ def pace_of(
     own = spec.writer == "own"  # what a server takes is not known
     total = units * min(answers * spec.new_tokens, rows * spec.row_tokens) if own else 0
     bounds = spec.max_seconds, train.max_seconds
-    asked = total / speed, step[0] * steps
-    kept = [
+    features = units * rows * step.row_s
+    asked = total / speed, features + step.step_s * steps
+    distill, training = (
         min(s, bound) if bound is not None else s for s, bound in zip(asked, bounds, strict=True)
-    ]
-    return Pace(speed, step[0], step[1], *kept)
+    )
+    return Pace(speed, step.step_s, step.peak, distill, training, features)
 
 
 def texts_tokens(texts: Sequence[Written]) -> int:

@@ -213,12 +213,16 @@ class TargetWithDrafter(nn.Module):
         # A target over several devices leaves its features where their layers are.
         return self.tap.take().to(device).view(*shape, -1)
 
+    def megabytes(self, tokens: float) -> float:
+        """What the features of so many tokens take, kept in memory."""
+        return tokens * self.captured * self.target.dtype.itemsize / 1e6
+
     def fill_cache(self, rows: Rows, limit: float, progress: bool = False) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
         if weights_are_sharded():
             return False  # the target runs only inside of the engine, which does not exist yet
         total, device = int(rows.offsets[-1]), self.target.device
-        megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
+        megabytes = self.megabytes(total)
         where = "online" if megabytes > limit else f"kept on {device}"
         logger.info("features: %.0f MB, train.feature_cache_mb %.0f: %s", megabytes, limit, where)
         if megabytes > limit:
