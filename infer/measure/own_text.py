@@ -27,7 +27,7 @@ class Written:
     """A prompt and the target's continuation."""
 
     tokens: Tensor  # [T] int64, the prompt included
-    features: Tensor  # [T, F], those of the target that the drafter reads
+    features: Tensor  # [T, F], those of the target that the drafter reads; on any device
     prompt: int  # how many of the tokens are the prompt's
     seed: int = 0  # that the continuation was sampled with
 

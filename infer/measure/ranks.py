@@ -99,8 +99,9 @@ def _record(
 ) -> list[Tensor]:
     """`measure_ranks` of one batch."""
     tokens = pad_sequence([text.tokens for text in texts], batch_first=True)  # [B, T]
-    features = pad_sequence([text.features for text in texts], batch_first=True)  # [B, T, F]
     device, (batch, longest) = tokens.device, tokens.shape
+    read = [text.features.to(device) for text in texts]
+    features = pad_sequence(read, batch_first=True)  # [B, T, F]
     length = torch.tensor([len(text.tokens) for text in texts], device=device)
     prompt = torch.tensor([text.prompt for text in texts], device=device)
     rounds = [len(text.tokens) - text.prompt - 1 for text in texts]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -291,9 +291,7 @@ class Validation:
             own = own_share(self.prompts) if divided else self.prompts
             # A target that is trained with its drafter does not write what it wrote before.
             if self._texts is None or drafter.adapter is not None:
-                tokens = [prompt.tokens for prompt in own]
-                write = partial(write_texts, self.target, drafter, tokens, self.new_tokens)
-                self._texts = write() if own or not divided else []
+                self._texts = self._write(drafter, own) if own or not divided else []
             depth = None if self.sparse else max(self.tree.max_depth, 1)
             ranks = measure_ranks(drafter, self._texts, depth)
             if divided:
@@ -309,6 +307,16 @@ class Validation:
             divided=divided, sampling=self.sampling,
         )  # fmt: skip
         return measured | simulated | {"tree": [list(path) for path in self.tree.paths]}
+
+    def _write(self, drafter: Drafter, prompts: Sequence[HeldOutPrompt]) -> list[Written]:
+        """The target's texts, with their features in the memory of the CPU: training needs the
+        device's."""
+        found: list[Written] = []
+        for first in range(0, max(len(prompts), 1), BATCH):
+            tokens = [prompt.tokens for prompt in prompts[first : first + BATCH]]
+            texts = write_texts(self.target, drafter, tokens, self.new_tokens)
+            found += [replace(text, features=text.features.cpu()) for text in texts]
+        return found
 
 
 def _held_out(prompts: Prompts) -> list[HeldOutPrompt]:

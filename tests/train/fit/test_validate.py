@@ -1,5 +1,6 @@
 """Validation: ranks that fit the decode loop, trees that accept most."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
 from headstart.train.data.prefixes import HeldOutPrompt
 from headstart.train.data.training_rows import write_rows
+from headstart.train.fit import validate
 from headstart.train.fit.validate import (
     Validation,
     measure_tau,
@@ -93,6 +95,30 @@ def test_sparse_trees_follow_the_drafter() -> None:
     assert found["tree"] == [[0], [0, 0]] and found["simulated_tau"] == found["tau"] == 11 / 4
     sampled = Validation(target, list(counting_rows(2, 5)), 12, "chain:2", "match")
     assert "simulated_tau" not in sampled(counting_drafter(target, heads=3))
+
+
+def test_features_of_validation_are_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training needs its memory. No more than one batch's are there at once."""
+
+    class OnDevice(torch.Tensor):
+        def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    written: list[int] = []
+
+    def write(target: Any, drafter: Any, prompts: Any, *how: Any) -> list[Written]:
+        texts = write_texts(target, drafter, prompts, *how)
+        written.append(len(texts))
+        return [replace(t, features=t.features.as_subclass(OnDevice)) for t in texts]
+
+    monkeypatch.setattr(validate, "write_texts", write)
+    target = counting_target()
+    validation = Validation(target, list(counting_rows(40, 5)), 12, "sparse:4", "greedy")
+    assert validation(counting_drafter(target, heads=3))["tau"] == 11 / 3
+    assert written == [32, 8] and validation._texts is not None
+    assert {type(text.features) for text in validation._texts} == {torch.Tensor}
+    validation(counting_drafter(target, heads=3))
+    assert written == [32, 8]
 
 
 def test_a_drafter_that_observes_decodes_for_its_figures() -> None:
