@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headstart.heads import Drafter
 from headstart.train.data.documents import Document
 from headstart.train.data.rendering import ChatRenderer
+from headstart.train.data.tokenising import Encoder
 from headstart.train.recipe import Chat
 
 
@@ -47,7 +48,7 @@ class Rendering:
         if messages is None and self.as_chats:
             messages = [{"role": "user", "content": document.text}]
         if messages is None:
-            ids = tokenizer(document.text, verbose=False)["input_ids"]
+            ids = Encoder(tokenizer)([(document.text, True)])[0].tolist()
         else:
             if self.template is not None:
                 tokenizer = copy.copy(tokenizer)

@@ -67,6 +67,9 @@ class Ragged(Sequence[np.ndarray]):
 class Encoder:
     """The ids of texts as a tokenizer gives them, of many texts at once.
 
+    Tokens that it adds behind a text, as some do with the end-of-text token, are left out: what
+    follows the text follows it without them.
+
     What stands between two tokens that the tokenizer has as a whole, such as `<|im_end|>`, it
     tokenises apart from the rest. So a tokenizer of the `tokenizers` library is given such parts,
     each with the whole token before it, and equal ones of a call once: the prompts of one chat
@@ -81,6 +84,7 @@ class Encoder:
         own = getattr(type(tokenizer), "_encode_plus", None)
         self.backend: Any = None  # of the `tokenizers` library, where it is called directly
         self.words: Words | None = None
+        self.behind = _added_behind(tokenizer)
         if own is PreTrainedTokenizerFast._encode_plus:
             self.backend = tokenizer.backend_tokenizer
             self.whole = _whole_tokens(self.backend)
@@ -92,8 +96,10 @@ class Encoder:
         for special in {special for _, special in texts}:
             places = [at for at, (_, kind) in enumerate(texts) if kind is special]
             rows = self._alike([texts[at][0] for at in places], special)
+            behind = self.behind if special else 0
             for place, row in zip(places, rows, strict=True):
-                found[place] = np.frombuffer(row, np.int32)
+                ids = np.frombuffer(row, np.int32)
+                found[place] = ids[: len(ids) - behind]
         return found
 
     def ahead(self, make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
@@ -128,6 +134,17 @@ class Encoder:
         self.tokenizer([""])  # turns truncation and padding off, as it does before each batch
         found = self.backend.encode_batch_fast(texts, add_special_tokens=special)
         return [_packed(encoding.ids) for encoding in found]
+
+
+def _added_behind(tokenizer: Any) -> int:
+    """How many tokens a tokenizer adds behind a text."""
+    whole, bare = (
+        tokenizer(["a"], add_special_tokens=special, verbose=False)["input_ids"][0]
+        for special in (True, False)
+    )
+    added = len(whole) - len(bare) if bare else 0
+    before = next((at for at in range(added) if whole[at : at + len(bare)] == bare), added)
+    return added - before
 
 
 def _packed(ids: list[int]) -> bytes:

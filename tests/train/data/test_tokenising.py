@@ -51,6 +51,28 @@ def test_ids_are_the_tokenizers_own(
     assert not len(tokenise(tokenizer, []))
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
+def test_tokens_behind_a_text_are_left_out(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, before: bool, fast: bool
+) -> None:
+    """What is written next would follow the end-of-text token."""
+    first = "<|endoftext|> " if before else ""
+    end: Any = tokenizer.eos_token_id
+    appending = TemplateProcessing(
+        single=f"{first}$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", appending)
+    encoder = Encoder(tokenizer)
+    if not fast:
+        encoder.backend = None
+    for text in ("", *TEXTS):
+        own = tokenizer(text)["input_ids"]
+        assert own[-1] == end
+        with_it, without = (ids.tolist() for ids in encoder([(text, True), (text, False)]))
+        assert with_it == own[:-1] == [end] * before + without
+
+
 PIECES = [
     "<|im_start|>user\n", "<|im_end|>", "\n", "Hi the Tea", " ", "  a", "</s>", "<s>", "[INST] ",
     "<think>", "\n\n", "<|user|>", "<|im_st", "Té", "é\n", "</", "<end>", "<end>x",

@@ -188,7 +188,7 @@ class Replay:
         if self.document.messages is None:
             if self.document.ids and not self.document.text:
                 return list(self.document.ids[0])
-            return self.renderer.tokenizer(self.document.text, verbose=False)["input_ids"]
+            return self.renderer.encoder([(self.document.text, True)])[0].tolist()
         try:
             return self.renderer.prompt(self.history, self.document.tools)
         except ChatTemplateError as error:
