@@ -52,8 +52,10 @@ class FormsByRow(LogitsProcessor):
 
     def within(self, ids: Tensor, lengths: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after the first `lengths` [B, 1] tokens of texts ids [B, C]."""
-        texts, count = ids.cpu().numpy(), lengths.flatten().tolist()
-        vocabulary = scores.shape[1]
+        if not any(self.forms):
+            return scores
+        count, vocabulary = lengths.flatten().tolist(), scores.shape[1]
+        texts = ids[:, : max(count)].cpu().numpy()
         bits = np.full((len(texts), (vocabulary + 7) // 8), 255, dtype=np.uint8)
         broken = [
             form is not None and not form.allow(text[:length], own)

@@ -18,6 +18,7 @@ from transformers import StoppingCriteriaList
 
 from headstart.heads import OptionError, group
 from headstart.heads.core import FusedLayers, Packing, fused, fused_products
+from headstart.heads.core.forms import Form, FormsByRow
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.heads.families import KNOWN
 from headstart.heads.parts import cached_layers
@@ -252,6 +253,29 @@ def test_requests_of_several_threads(gpu: StrictCapture, monkeypatch: pytest.Mon
         for turn, found in enumerate(pool.map(write_there, range(4))):
             assert torch.equal(found, text(turn, plain, IDS[turn : turn + 1, -4:])), turn
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+class Even(Form):
+    """Texts of even tokens."""
+
+    def allow(self, text: np.ndarray, bits: np.ndarray) -> bool:
+        bits &= 0b01010101
+        return True
+
+
+def test_rows_with_forms_are_not_captured(
+    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host reads their texts; requests before them and after them are captured."""
+    ours, plain = Speculator(*placed("hydra"), tree=TREES[1]), on_cpu("hydra", tree="plain")
+    for form in (None, Even(), None):
+        options: dict[str, Any] = {"logits_processor": [FormsByRow([form])] if form else None}
+        before = gpu.replayed
+        expected = write(plain, 1, rule="coupled", **options)
+        assert torch.equal(write(ours, 1, rule="coupled", **options), expected)
+        new = expected[0, IDS.shape[1] :]
+        assert bool((new % 2 == 0).all()) == (gpu.replayed == before) == (form is not None)
+    assert ours.graphs is not None and not ours.graphs.failed
 
 
 def test_a_thread_takes_its_text_without_a_wait_for_the_gpu(gpu: StrictCapture) -> None:
