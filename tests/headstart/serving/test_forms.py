@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
@@ -52,6 +53,18 @@ def test_an_answer_has_the_form_of_a_schema(client: Any, temperature: float) -> 
         model="talker", input="Is it?", text={"format": form}, temperature=temperature
     )
     assert fits(found.output_text)
+
+
+def test_an_answer_is_parsed_as_the_clients_own_type(client: Any) -> None:
+    class Part(pydantic.BaseModel):
+        size: Literal["small", "large"]
+
+    class Whole(pydantic.BaseModel):
+        parts: Annotated[list[Part], pydantic.Field(min_length=1, max_length=2)]
+        count: int | None
+
+    answer = client.chat.completions.parse(**CHAT, seed=3, response_format=Whole)
+    assert isinstance(answer.choices[0].message.parsed, Whole)
 
 
 def test_other_forms(client: Any) -> None:
