@@ -71,13 +71,12 @@ def recognise(
             f"{source} has an embedding of the mask token in {MASK_EMBEDDING}, which is not read "
             "here; look for a drafter without it."
         )
-    files, inside = _weights_files(source)
-    named = _of_drafter(files[0]) if files and files[0].name == WEIGHTS else None
-    if not files or (files[0].name == WEIGHTS and named is None):
+    files, places = _weights_files(source)
+    single = files[0].name == WEIGHTS if files else False
+    named = _of_drafter(_names(files[0]) if single else places)
+    if not files or (single and named is None):
         return files, None
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= read_tensors(file, inside)
+    tensors = _read_indexed(files, places) if places else read_tensors(files[0])
     _check_types(tensors, files[0])
     found = _family_of(config, tensors, files[0])
     if found is None and named is not None:
@@ -116,42 +115,67 @@ def _not_run(config: dict[str, Any]) -> str:
     return first if _BLOCKS.search(first) and first not in ARCHITECTURES else ""
 
 
-def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:
-    """The files of a checkpoint that may hold a drafter, and whether it stands inside a model."""
-    chosen, inside = single_weights(source.files), False
+def _weights_files(source: DrafterSource) -> tuple[list[Path], dict[str, str]]:
+    """The files of a checkpoint that may hold a drafter, and which tensor is in which by an index.
+
+    Of heads inside of a model, the index has theirs alone.
+    """
+    chosen, places = single_weights(source.files), dict[str, str]()
     if not chosen and INDEX in source.files:
         index = read_json(source.folder / INDEX).get("weight_map")
         index = index if isinstance(index, dict) else {}
-        heads = [file for name, file in index.items() if name.startswith(INSIDE)]
-        inside = bool(heads)
-        if not heads and any(_OF_DRAFTERS.fullmatch(name) for name in index):
-            heads = list(index.values())
-        for file in heads:
+        places = {name: file for name, file in index.items() if name.startswith(INSIDE)}
+        if not places and _of_drafter(index) is not None:
+            places = index
+        for file in places.values():
             there = isinstance(file, str) and file in source.files and "/" not in file
             if not there or Path(file).suffix != ".safetensors":
                 raise ArtifactError(
                     f"{source} has a {INDEX} that names {brief(repr(file), 80)}, which is not "
                     "there; download both again."
                 )
-        chosen = sorted(set(heads))
+        chosen = sorted(set(places.values()))
     if (pickles := pickled(chosen)) and not source.allow_pickle:
         raise ArtifactError(
             f"{source} holds its weights in {pickles[0]}, a pickle, which can run any code; ask "
             "for safetensors, or have its tensors alone read with allow_pickle=True "
             "(--allow-pickle)."
         )
-    return [source.folder / file for file in chosen], inside
+    return [source.folder / file for file in chosen], places
 
 
-def _of_drafter(file: Path) -> str | None:
-    """The first name in a safetensors file's header that only a drafter's tensors have."""
+def _names(file: Path) -> list[str]:
+    """The names in a safetensors file's header."""
     with _named_if_damaged(file), safe_open(file, "pt") as found:
-        names = list(found.keys())
+        return list(found.keys())
+
+
+def _of_drafter(names: Iterable[str]) -> str | None:
+    """The first name that only a drafter's tensors have."""
     known = (name for name in names if name.startswith(INSIDE) or _OF_DRAFTERS.fullmatch(name))
     return next(known, None)
 
 
-def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:
+def _read_indexed(files: list[Path], places: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors of several files; one in two of them is that of the index, `places`.
+
+    Raises:
+        ArtifactError: a file is damaged, or lacks a tensor that the index places there.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        found = read_tensors(file)
+        placed = {name for name, there in places.items() if there == file.name}
+        if missing := sorted(placed - found.keys()):
+            raise ArtifactError(
+                f"{file.with_name(INDEX)} places {brief(missing[0], 80)} in {file.name}, which "
+                "does not hold it; download both again."
+            )
+        tensors |= {n: t for n, t in found.items() if n in placed or n not in places}
+    return tensors
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, on the CPU; of heads inside of a model theirs alone.
 
     Raises:
@@ -162,16 +186,21 @@ def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:
             with safe_open(file, "pt") as found:
                 names = list(found.keys())
                 heads = [name for name in names if name.startswith(INSIDE)]
-                chosen = heads if heads or inside else names
+                chosen = heads or names
                 return {name: found.get_tensor(name) for name in chosen}
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not named or not all(map(_is_plain, tensors.values())):
         raise ArtifactError(
-            f"{file} holds a {type(tensors).__name__}, expected tensors by name; export the "
-            "state dict of the heads alone."
+            f"{file} holds a {type(tensors).__name__}, expected tensors by name, none of them "
+            "sparse; export the state dict of the heads alone."
         )
     return tensors
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is a tensor whose values are all stored, one by one."""
+    return isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from headstart.heads import ArtifactError, OptionError, family, load_drafter
+from headstart.heads.artifacts.export import export_drafter
 from headstart.heads.dflash import DFlash, spread_layers
 from headstart.infer import Speculator
 from headstart.train.fit.target_with_drafter import TargetWithDrafter
@@ -111,6 +112,20 @@ def test_published_checkpoints_draft_as_defined(name: str, tmp_path: Path) -> No
         for other in others:
             moved = (by_hand(other, features, tokens) - expected).nan_to_num(posinf=1, neginf=1)
             assert moved.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["DFlash", "windows both ways", "scaled", "DFlash2"])
+@pytest.mark.parametrize("form", ["vllm", "original"])
+def test_it_goes_out_bit_for_bit(name: str, form: str, tmp_path: Path) -> None:
+    """The exported file has the published tensors, and comes back with the same settings."""
+    write(tmp_path / "theirs", FORMS[name].config, FORMS[name].tensors)
+    drafter: Any = load_drafter(tmp_path / "theirs", deep())
+    export_drafter(drafter, form, tmp_path / "ours")
+    found, tensors = load_file(tmp_path / "ours" / "model.safetensors"), FORMS[name].tensors
+    assert found.keys() == tensors.keys()
+    assert all(found[each].equal(tensors[each]) for each in tensors)
+    again: Any = load_drafter(tmp_path / "ours", deep())
+    assert again.config.to_dict() == drafter.config.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         "sample_from_anchor": from_anchor, "depths": int(block) - (not from_anchor),
         **_causality(said), **share_of(layer),
     }  # fmt: skip
+    if not known["window"]:
+        del known["causal_windows"]  # which decides nothing then
     if _MARKOV in found:
         known["markov_rank"] = found[_MARKOV].shape[1]
     known |= {name: said[name] for name in _DFLASH2_SAYS if said.get(name) is not None}

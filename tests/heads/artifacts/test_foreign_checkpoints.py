@@ -345,6 +345,31 @@ def test_drafters_without_fc_are_found_in_several_files(tmp_path: Path) -> None:
         assert drafter.config.family_name() == name
 
 
+def test_the_index_says_which_file_holds_a_tensor(tmp_path: Path) -> None:
+    """Also where another one holds it too; where it is not there, this is an error."""
+    tensors = eagle.published(1, "layers.0.")
+    names = sorted(tensors)
+    halves = [{n: tensors[n] for n in names[::2]}, {n: tensors[n] for n in names[1::2]}]
+    expected = reads_of(sharded(tmp_path / "apart", eagle.SAID, halves))
+    twice = [halves[0], halves[1] | {names[0]: tensors[names[0]] + 1}]
+    folder = sharded(tmp_path / "twice", eagle.SAID, twice)
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    places[names[0]] = places[names[2]]
+    index.write_text(json.dumps({"weight_map": places}))
+    found = reads_of(folder)
+    assert all(found[name].equal(expected[name]) for name in expected)
+    assert names[1] == "fc.bias" and places["fc.bias"] != places[names[0]]
+    index.write_text(json.dumps({"weight_map": places | {"fc.bias": places[names[0]]}}))
+    with pytest.raises(ArtifactError, match=r"index\.json places fc\.bias in model-0") as caught:
+        load_drafter(folder, tiny("llama"))
+    one_line(caught.value)
+
+
+def reads_of(folder: Path) -> Tensors:
+    return load_drafter(folder, tiny("llama")).state_dict()
+
+
 def test_of_a_target_in_several_files_the_heads_alone_are_read(tmp_path: Path) -> None:
     """The other file is no safetensors at all."""
     heads = medusa(2, 1, True, "medusa_head.")
@@ -487,6 +512,7 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (VICUNA, lambda: {}, "weights.bin", "no file of weights"),
         (VICUNA, lambda: {"x": Bomb()}, PT, "more than tensors"),
         (VICUNA, lambda: [normal(3)], PT, "a list, expected tensors by name"),
+        (VICUNA, lambda: {"x": normal(3).to_sparse()}, PT, "by name, none of them sparse"),
         (LLAMA | {"medusa_num_heads": 5}, lambda: {}, "m-1-of-2.safetensors", "no weights of such"),
         (REDRAFTER, lambda: without(redrafter(), "rnn_w.weight"), MODEL, "rnn_w"),
         (REDRAFTER, lambda: without(redrafter(), "lm_head.2.weight"), MODEL,
