@@ -77,7 +77,7 @@ def clean_copy(
             data = _map_strings(read_json(folder / name), clean)
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
             (into / name).write_text(text, encoding="utf-8")
-    body = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    body = _text(folder / CARD) if (folder / CARD).is_file() else ""
     body = body.replace(f"{REPORT_LINK}\n\n", "").replace(REPORT_LINK, "")
     if engines:
         body += _engines(engines)
@@ -87,7 +87,7 @@ def clean_copy(
     token = get_token()
     for path in files:
         binary = path.suffix in (".safetensors", ".png")
-        text = "" if binary else path.read_text(encoding="utf-8")
+        text = "" if binary else path.read_text(encoding="utf-8", errors="replace")
         if re.search(r"\bhf_[A-Za-z0-9]{20,}", text) or (token and token in text):
             raise ArtifactError(
                 f"{path.name} holds an access token; remove it from the artifact, and revoke it, "
@@ -114,6 +114,16 @@ def _public_name(manifest: Manifest, given: str | None) -> str:
     )
 
 
+def _text(path: Path) -> str:
+    """A text file without a byte order mark, which some editors write."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(
+            f"{path} is no text in UTF-8 ({brief(error)}); save it as such, or remove it."
+        ) from error
+
+
 def _card(body: str, manifest: Manifest, target: str, repository: str, license: str | None) -> str:
     if not body.strip():
         body = f"# A {manifest.family} drafter for `{target}`\n\n{card_example(target)}"
@@ -124,7 +134,7 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
         body += f"\nThe target, `{target}`, is not on the Hub: loading needs its folder.\n"
     try:
         card = ModelCard(body if body.startswith("---") else f"---\n{{}}\n---\n\n{body}")
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = brief(error, None)
         raise ArtifactError(
             f"the front matter of {CARD} cannot be read ({reason}); correct or remove it."

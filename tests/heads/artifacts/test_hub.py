@@ -418,6 +418,8 @@ def copy_of(run: Path, heads: Path) -> None:
         ("me/a/b", "me/base", None, "expected ORG/NAME"),
         ("../x", "me/base", None, "expected ORG/NAME"),
         ("me/drafter", "me/base", ("README.md", "---\na: [\n---\n"), "front matter"),
+        ("me/drafter", "me/base", ("README.md", "---\ntags: 5\n---\n"), "front matter"),
+        ("me/drafter", "me/base", ("README.md", "\udcff"), "README.md is no text in UTF-8"),
         ("me/drafter", "me/base", ("README.md", f"log in with {TOKEN}"), "access token"),
         ("me/drafter", "me/base", ("model.safetensors", "gone"), "model.safetensors"),
         ("me/drafter", "me/base", ("tree.json", "["), "tree.json"),
@@ -430,11 +432,23 @@ def test_what_is_not_pushed(
     out.mkdir()
     copy_of(run, heads)
     if spoil:
-        (heads / spoil[0]).write_text(spoil[1])
+        (heads / spoil[0]).write_text(spoil[1], encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ArtifactError) as caught:
         clean_copy(heads, out, name, target and target.format(run=run))
     assert said in one_line(caught.value)
     assert TOKEN not in str(caught.value)
+
+
+def test_a_card_with_a_byte_order_mark_keeps_its_front_matter(run: Path, tmp_path: Path) -> None:
+    copy_of(run, tmp_path / "heads")
+    card = tmp_path / "heads" / "README.md"
+    card.write_text("---\nlicense: mit\n---\n\nOurs.\n", encoding="utf-8-sig")
+    (tmp_path / "out").mkdir()
+    clean_copy(tmp_path / "heads", tmp_path / "out", "me/drafter", "me/base")
+    front, _, body = (
+        (tmp_path / "out" / "README.md").read_text().removeprefix("---\n").partition("---\n")
+    )
+    assert "license: mit\n" in front and body.strip() == "Ours."
 
 
 def test_branches(hub: Hub, machine: Machine, run: Path) -> None:
