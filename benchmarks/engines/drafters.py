@@ -35,6 +35,7 @@ DRAFTERS: dict[str, Tried] = {
     "eagle3-norm-before-fc": _eagle3("drafter.norm_before_fc=true"),
     "eagle3.1": _eagle3("drafter.fc_norm=true", "drafter.norm_output=true"),
     "eagle3-two-layers": _eagle3("drafter.layers=2"),
+    "eagle3-share-of-heads": _eagle3("drafter.partial_rotary_factor=0.5"),
     "p-eagle": _eagle3("drafter.mask_token_id=1023", "drafter.depths=4"),
     "dflash": _dflash(),
     "dflash-trimmed": _dflash("drafter.output=trimmed", "drafter.draft_vocab_size=512"),
@@ -42,6 +43,7 @@ DRAFTERS: dict[str, Tried] = {
     "dflash-window-both-ways": _dflash(
         "drafter.layers=2", "drafter.window=32", "drafter.causal_windows=false"
     ),
+    "dflash-share-of-heads": _dflash("drafter.partial_rotary_factor=0.5"),
     "jetspec": _dflash("drafter.causal=true"),
     "dspark": _dflash("drafter.markov_rank=32", "drafter.sample_from_anchor=true"),
     "dspark-from-mask": _dflash("drafter.markov_rank=32"),

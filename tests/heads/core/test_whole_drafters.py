@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headstart.heads import family
+from headstart.heads.core.whole_layer import WholeLayers
 from headstart.heads.core.whole_model import WholeModel
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import compare_greedy
@@ -26,10 +27,16 @@ NORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """The family, options of its config and of its layer."""
 
+SHARES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a share of each head": ("eagle3", {"partial_rotary_factor": 0.5}, {}),
+    "in a block": ("dflash", {"layers": 2, "depths": 4, "partial_rotary_factor": 0.25}, {}),
+}
+"""Likewise."""
+
 
 def drafter(model: Any, name: str) -> Any:
     """One with random weights, whose norms are not ones."""
-    of, options, layer = NORMS[name]
+    of, options, layer = (NORMS | SHARES)[name]
     kind: Any = family(of)
     config = kind.config_class.for_target(model, **options)
     config.layer = {**config.layer, **layer}
@@ -67,3 +74,27 @@ def test_its_states_are_the_layers(
     assert compare_greedy(ours, rows, 16).holds
     assert len(whole) > (10 if own.independent else 30) and all(whole)
     assert not any("forward" in vars(part) for part in own.modules())
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_layers_that_turn_a_share_are_left_to_themselves(
+    name: str, kernel_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel turns whole heads."""
+    model = large_enough(kernel_type)
+    own = drafter(model, name)
+    whole, true = list[bool](), WholeLayers.run
+
+    def counted(self: WholeLayers, *args: Any, **options: Any) -> Any:
+        found = true(self, *args, **options)
+        if self.layers[0].attention.config is own.model.config:
+            whole.append(found is not None)
+        return found
+
+    monkeypatch.setattr(WholeLayers, "run", counted)
+    ours = Speculator(model, own, tree="chain:3", compile=True)
+    rows = [row.unsqueeze(0) for row in prompts([9], seed=5)[0]]
+    assert compare_greedy(ours, rows, 16).holds
+    whole.clear()  # its trial is made with angles of whole heads
+    ours.generate(rows[0], max_new_tokens=8)
+    assert whole and not any(whole)
