@@ -89,7 +89,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     check_neutral(said, {"attention_value_scale": 1, "swa_window_size": window})
     token, block = said.get("mask_token_id"), said.get("block_size")
     layers = layer.get("num_hidden_layers", 1)
-    if token is None or not block or found["fc.weight"].shape[1] != (len(read) or layers) * size:
+    whole = type(token) is int and type(block) is int
+    if not whole or not block or found["fc.weight"].shape[1] != (len(read) or layers) * size:
         named = f"target_layer_ids for {len(read)} layers" if read else "no target_layer_ids"
         raise ArtifactError(
             f"its config says mask_token_id {token}, block_size {block} and {named}, and fc reads "
@@ -102,8 +103,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known = {
         "hidden_size": size, "vocab_size": vocabulary, "layer": layer,
         "layers": layers, "feature_layers": read or None,
-        "mask_token_id": int(token), "window": layer.get("sliding_window", 0),
-        "sample_from_anchor": from_anchor, "depths": int(block) - (not from_anchor),
+        "mask_token_id": token, "window": layer.get("sliding_window", 0),
+        "sample_from_anchor": from_anchor, "depths": block - (not from_anchor),
         **_causality(said), **share_of(layer),
     }  # fmt: skip
     if not known["window"]:
@@ -127,7 +128,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 def check_embedding_scale(scale: float, embedding: Any) -> None:
     """An ArtifactError unless a target's embeddings are multiplied by what a config says."""
     own = embedding_scale(embedding)
-    if abs(own - scale) > 0.01 * abs(scale):
+    if not abs(own - scale) <= 0.01 * abs(scale):
         raise ArtifactError(
             f"it reads embeddings times {scale:g} (input_embedding_scale), and this target's are "
             f"times {own:g}; load the target that it was trained for."

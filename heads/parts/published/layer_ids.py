@@ -29,19 +29,21 @@ def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
     [2, 16, 29]
     """
     if inputs := next((config[key] for key in _INPUTS if config.get(key)), None):
-        return _checked(inputs)
+        return _checked(inputs, 0)
     inner = config.get("eagle_config") or config.get("dflash_config") or {}
     said = [inner.get(key) for key in _OUTPUTS] + [config.get(key) for key in _OUTPUTS_AT_TOP]
-    return [layer + 1 for layer in _checked(next(filter(None, said), []))]
+    return _checked(next(filter(None, said), []), 1)
 
 
-def _checked(layers: Any) -> list[int]:
-    if not isinstance(layers, list | tuple) or not all(type(each) is int for each in layers):
+def _checked(layers: Any, added: int) -> list[int]:
+    """The layers by their input, which is what is `added` to the numbers that a config names."""
+    numbers = isinstance(layers, list | tuple) and all(type(each) is int for each in layers)
+    if not numbers or min(layers, default=0) + added < 0:
         raise ArtifactError(
             f"its config names the layers {brief(repr(layers), 80)} of the target; expected a list "
-            "of whole numbers."
+            f"of whole numbers, at least {-added}."
         )
-    return list(layers)
+    return [each + added for each in layers]
 
 
 def published_layers(count: int) -> list[int]:

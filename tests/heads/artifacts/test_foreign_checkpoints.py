@@ -416,7 +416,8 @@ def test_embeddings_of_the_target_are_not_copied(tmp_path: Path) -> None:
          "input of layer 5 of its target (the output of layer 4), and this target has the layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, 4,
          "input of layer 5 of its target (the output of layer 4)"),
-        ({"eagle_aux_hidden_state_layer_ids": [-2, 1, 2]}, 4, "input of layer -2"),
+        ({"eagle_aux_hidden_state_layer_ids": [-2, 1, 2]}, 4, "names the layers [-2, 1, 2] of"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, 4, "whole numbers, at least 0"),
     ],
 )  # fmt: skip
 def test_the_layers_that_are_read(
