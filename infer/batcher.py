@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,19 @@ from .stats import Drafted, Emitted, Stats
 from .streamer import hand_on
 from .tensor_parallel import leads
 from .trees.by_request import heat_of
+
+_WAITS = 5.0  # seconds in which a thread ends that decodes when the interpreter ends
+
+_exits = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End what decodes before the interpreter ends, which would abort it amid torch's code."""
+    _exits.set()
+    for thread in [*_threads]:
+        thread.join(_WAITS)
 
 
 @dataclass(eq=False)
@@ -146,7 +161,9 @@ class Batcher(DecodingMethod):
             self._waiting.append(job)
             if not self._works:
                 self._works = True
-                threading.Thread(target=self._work, name="headstart-batcher", daemon=True).start()
+                works = threading.Thread(target=self._work, name="headstart-batcher", daemon=True)
+                _threads.add(works)
+                works.start()
         if job.manner is None:
             if (seeds := request.sampling.seeds) is not None:
                 given = given._replace(seed=seeds.tolist())  # which may have been drawn just now
@@ -246,7 +263,7 @@ class Batcher(DecodingMethod):
 
     def _next(self) -> _Job | None:
         with self._lock:
-            while self._waiting:
+            while self._waiting and not _exits.is_set():
                 job = self._waiting.popleft()
                 if not job.stopped:
                     return job
@@ -268,7 +285,7 @@ class Batcher(DecodingMethod):
             with self.speculator.reserved():
                 stream = Stream(self.speculator, manner, self.rows)
                 stream.add(_begun(jobs))
-                while not stream.ended:
+                while not stream.ended and not _exits.is_set():
                     if more := self._next_like(job.alike, stream.room):
                         jobs += more
                         stream.add(_begun(more))

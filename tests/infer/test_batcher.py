@@ -1,5 +1,7 @@
 """Requests of several threads that are decoded together write what each writes alone."""
 
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -582,3 +584,28 @@ def test_a_thread_without_work_ends_and_nothing_is_kept() -> None:
     assert not batcher._works and not batcher._waiting
     with pytest.raises(OptionError, match="rows is 0"):
         Batcher(batcher.speculator, rows=0)
+
+
+EXITS = """
+import atexit, threading
+atexit.register(lambda: print(*(each.name for each in threading.enumerate())))  # called last
+import torch
+from headstart.infer import Batcher, Speculator
+from tests.support.tiny import tiny
+
+batcher, decoded = Batcher(Speculator(tiny("llama"))), threading.Event()
+
+def ask():
+    while True:
+        batcher.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=200)
+        decoded.set()
+
+threading.Thread(target=ask, name="asks", daemon=True).start()
+decoded.wait()
+"""
+
+
+def test_nothing_is_decoded_any_more_when_the_interpreter_ends() -> None:
+    """It would be ended amid torch's code, which aborts the process."""
+    ran = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["MainThread", "asks"]), ran.stderr
