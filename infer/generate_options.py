@@ -271,7 +271,7 @@ def _of_single_tokens(item: Any, vocab: int, device: torch.device) -> Any:
     """
     if type(item) not in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         return item
-    if any(len(tokens) > 1 for tokens in item.sequence_bias):
+    if any(len(tokens) != 1 for tokens in item.sequence_bias):
         return item
     pairs = [(int(tokens[0]), float(bias)) for tokens, bias in item.sequence_bias.items()]
     # None at all where `bad_words_ids` are end tokens alone, which transformers leaves out.
@@ -307,8 +307,14 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
         )
     check_not_empty(input_ids)
     mask = inputs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device, torch.long)
-    if mask.shape != input_ids.shape or not bool(mask[:, -1].all()):
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    if mask.shape != input_ids.shape or bool(((mask != 0) & (mask != 1)).any()):
+        raise OptionError(
+            f"attention_mask has shape {[*mask.shape]}, or other numbers than 0 and 1; expected "
+            f"shape {[*input_ids.shape]}, with 1 at tokens and 0 at padding."
+        )
+    mask = mask.long()
+    if not bool(mask[:, -1].all()):
         raise OptionError(
             "the prompts are padded on the right, or a row is all padding; expected at least one "
             "token a row, padded on the left: set tokenizer.padding_side = 'left'."

@@ -273,10 +273,11 @@ def test_a_bias_of_a_token_that_there_is_not() -> None:
         one_line(caught.value)
 
 
-def test_bad_words_that_are_end_tokens_alone() -> None:
-    """Which transformers leaves out, so that none is left."""
+@pytest.mark.parametrize("words", [[[EOS]], [[]], [[], [33]]], ids=str)
+def test_bad_words_that_are_end_tokens_or_empty(words: list[list[int]]) -> None:
+    """The former are left out by transformers, so that none may be left."""
     ids, more = inputs(1)
-    options = base(eos_token_id=[EOS, 7], bad_words_ids=[[EOS]], **more)
+    options = base(eos_token_id=[EOS, 7], bad_words_ids=words, **more)
     expected, ours = tiny("llama").generate(ids, **options), Speculator(tiny("llama"))
     for decoder in (ours, Batcher(ours)):
         assert torch.equal(decoder.generate(ids, **options), expected)

@@ -340,6 +340,9 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "attentions"),
     "greedy sampling": ({"rule": "greedy", "do_sample": True}, "rule 'greedy' with do_sample"),
     "padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "padded on the right"),
+    "mask of 2": ({"attention_mask": torch.full((1, 6), 2)}, "other numbers than 0 and 1"),
+    "mask below 0": ({"attention_mask": torch.full((1, 6), -1)}, "other numbers than 0 and 1"),
+    "mask between": ({"attention_mask": torch.full((1, 6), 0.5)}, "other numbers than 0 and 1"),
     "empty": ({"ids": torch.zeros(1, 0, dtype=torch.long)}, "empty"),
     "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds for 1 row;"),
 }
