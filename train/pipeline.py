@@ -142,40 +142,42 @@ class Run:
         self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        self._check()
         kind = family(self.recipe.drafter.family)
-        corpus = self._corpus()
-        target = self._target(corpus)
-        on_process_0(lambda: self._check_prompts(corpus, target, kind.learns()))
+        corpus, target = self._begin(kind.learns())
         rows = self._distill(corpus, target) if kind.learns() else None
         trained = self._train(corpus, target, rows) if rows and kind.trainable else None
         return self._heads(corpus, target, rows, trained)
 
     def write_text(self) -> Stage:
         """Run the stages up to the rows."""
-        self._check()
+        return self._distill(*self._begin(True))
+
+    def _begin(self, learns: bool) -> tuple[Stage, Stage]:
+        """The corpus and the target, once all was checked that can be before more is done."""
+        counted = self._check()
         corpus = self._corpus()
         target = self._target(corpus)
-        on_process_0(lambda: self._check_prompts(corpus, target, True))
-        return self._distill(corpus, target)
+        if not counted:
+            config = load_pretrained(AutoConfig, self._target_name(target), **self._revision())
+            given = self.recipe, self._tokenizer(target), corpus.folder, self.parts
+            on_process_0(lambda: check_prompts(*given, learns, context_of(config)))
+        return corpus, target
 
-    def _check(self) -> None:
-        """What can be told before the first stage, by process 0 for all."""
+    def _check(self) -> bool:
+        """What can be told before the first stage; returns whether prompts were counted."""
         world = self.args.world_size
         if in_parallel():
             check_same(self.recipe.to_dict())
         sharded = weights_are_sharded()
         with loaded_whole():
-            on_process_0(lambda: check_run(self.recipe, world, self.parts, sharded) and None)
+            how = world, self.parts, sharded
+            counted = on_process_0(lambda: check_run(self.recipe, *how).counted)
+        trains = family(self.recipe.drafter.family).trainable and bool(self.parts)
+        if self.recipe.train.extend and trains:
+            on_process_0(partial(earlier_training, self.store.root, self._train_settings()))
         if in_parallel():
             check_shared(self.recipe.folder)
-
-    def _check_prompts(self, corpus: Stage, target: Stage, learns: bool) -> None:
-        """Once there are text and tokenizer, and before the target writes."""
-        config = load_pretrained(AutoConfig, self._target_name(target), **self._revision())
-        parts, context = self.parts, context_of(config)
-        tokenizer = self._tokenizer(target)
-        check_prompts(self.recipe, tokenizer, corpus.folder, parts, learns, context)
+        return counted
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
@@ -274,8 +276,7 @@ class Run:
 
     def _train(self, corpus: Stage, target: Stage, rows: Stage) -> Stage:
         spec, reads = self.recipe.train, [corpus, target, rows]
-        settings = self._settings("drafter", "train", content=self._drafter_content())
-        earlier = None
+        settings, earlier = self._train_settings(), None
         if spec.extend:
             ids = {stage.name: stage.id for stage in reads}
             earlier = on_process_0(lambda: earlier_training(self.store.root, settings, ids))
@@ -300,13 +301,13 @@ class Run:
 
         return self.store.run("train", settings, work, reads, resumable=True)
 
-    def _drafter_content(self) -> Any:
-        """Of the model or the head that the drafter is made from, if it is."""
+    def _train_settings(self) -> dict[str, Any]:
+        """With the content of the model or the head that the drafter is made from, if it is."""
         named, start = self.recipe.drafter.options.get("model"), self.recipe.train.from_
         content = self._content(named if isinstance(named, str) else None)
-        if start is None:
-            return content
-        return {"model": content, "from": self._content(*folder_or_repository(start))}
+        if start is not None:
+            content = {"model": content, "from": self._content(*folder_or_repository(start))}
+        return self._settings("drafter", "train", content=content)
 
     def _heads(
         self, corpus: Stage, target: Stage, rows: Stage | None, trained: Stage | None,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from headstart.train import pipeline
-from headstart.train.checks import needs
+from headstart.train.checks import early, needs
 from headstart.train.checks.early import check_run
 from headstart.train.data.documents import Document
 from headstart.train.recipe import Recipe, Scratch, parse_recipe
@@ -76,6 +76,26 @@ def test_a_run_that_can_work_says_what_it_needs(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_prompts_are_counted_once(
+    tmp_path: Path, target: Path, small: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Those of a small corpus before its stage, and those of others after it."""
+    monkeypatch.setattr(early, "_SMALL", 8_000_000 if small else 0)
+    made = recipe(tmp_path, target)
+    with open(tmp_path / "chats.jsonl", "a") as file:
+        rows = [{"prompt": f"{n} " * 60} for n in range(30)]
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    assert check_run(made).counted is small
+    capsys.readouterr()
+    with pipeline.Run(made, False) as run:
+        corpus, _ = run._begin(True)
+    assert corpus.info["train_documents"]
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if "longer than distill.prefix_tokens 40" in line]) == 1
+
+
 def test_the_time_that_is_told_counts_what_a_target_may_learn_past_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such corpus": ({"corpus": {"source": "none.jsonl"}}, "no such file"),
     "rows": ({"distill": {"new_tokens": 100}}, "make 140 tokens, but the target's context is 128"),
     "validation": ({"decode": {"new_tokens": 100}}, r"decode\.new_tokens 100 make 140 tokens"),
-    "held-out": ({"decode": {"prompts": 50}}, "for bench, expected 50; raise corpus.held_out"),
+    "held-out": ({"decode": {"prompts": 50}}, "for bench, expected 50; give more documents"),
     "prompts": ({"distill": {"prefix_tokens": 3}}, "of at most 3 tokens"),
     "tree": ({"decode": {"tree": "chain:4"}}, "decode.tree is 4 deep, but a medusa drafter"),
     "loss": ({"train": {"feature_weight": 1.0}}, "feature_weight"),

@@ -86,6 +86,7 @@ def test_training_goes_on_only_when_asked(tiny: Path, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "tiny"
     with pytest.raises(StageError, match="no finished training of fewer than 12 steps"):
         pipeline.train(load_recipe(tiny, ["train.extend=true"]))
+    assert not list(root.glob("corpus*"))  # before the first stage
     pipeline.train(load_recipe(tiny))
     first = ids(root)
     more = ["train.max_steps=20", "train.extend=true"]

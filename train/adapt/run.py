@@ -30,7 +30,6 @@ from ..data.writers import context_of
 from ..drafter_stage import choose, evaluation_settings, sampling_of
 from ..fit.validate import decode_prompts, ratio
 from ..pipeline import Run
-from ..processes.agreement import on_process_0
 from ..provenance import surprise
 from ..recipe import Recipe
 from ..stages.store import Stage
@@ -72,10 +71,7 @@ class _Adaptation(Run):
         self.prompts: dict[str, list[HeldOutPrompt]] = {}
 
     def adapt(self) -> dict[str, Any]:
-        self._check()
-        corpus = self._corpus()
-        target = self._target(corpus)
-        on_process_0(lambda: self._check_prompts(corpus, target, True))
+        corpus, target = self._begin(True)
         rows = self._distill(corpus, target)
         before = self._before(corpus, target, rows)
         trained = self._train(corpus, target, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,7 @@ def check_run(
             build_corpus(recipe.corpus, Path(folder), recipe.seed)
             learns = plan.drafter.learns()
             check_prompts(recipe, plan.tokenizer, Path(folder), parts, learns, plan.context)
+            plan = replace(plan, counted=learns)
     print(f"{recipe.name}: {needs.text}", file=sys.stderr)
     return plan
 

@@ -55,6 +55,7 @@ class Plan:
     target: PreTrainedModel  # on `meta`
     drafter: Drafter  # on `meta`, bound to it, float32
     tokenizer: PreTrainedTokenizerBase | None  # None where the target is trained here
+    counted: bool = False  # whether the corpus was read, and its prompts were counted
 
     @property
     def context(self) -> int | None:

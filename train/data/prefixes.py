@@ -233,7 +233,7 @@ def _longer(recipe: Recipe) -> str:
 def _more(too_long: int, longer: str) -> str:
     """What to do for more prompts, of which so many are too long."""
     said = f"{too_long} prompts are longer: {longer}, or " if too_long else ""
-    return f"{said}raise corpus.held_out or corpus.max_bytes"
+    return f"{said}give more documents, raise corpus.held_out or corpus.max_bytes"
 
 
 def held_out_prompts(

@@ -75,12 +75,14 @@ def learnt_by(drafter: Drafter) -> list[nn.Module]:
     return [drafter, *(drafter.adapter.factors() if drafter.adapter is not None else [])]
 
 
-def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]) -> StageFolder:
+def earlier_training(
+    root: Path, settings: dict[str, Any], reads: dict[str, str] | None = None
+) -> StageFolder:
     """The finished training of a run that `settings` continue: the longest of fewer steps.
 
     Args:
         settings: of the stage `train`; all but its bounds must be the same.
-        reads: the ids of what it reads.
+        reads: the ids of what it reads; None while they are not known, for any.
 
     Raises:
         StageError: there is none.
@@ -96,7 +98,7 @@ def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]
         before, info = record["settings"], record["info"]
         allowed = _bounds(before, unlimited=info["seconds"])  # it has taken no more
         return (
-            record["reads"] == reads
+            reads in (None, record["reads"])
             and unbounded(before) == unbounded(settings)
             and _bounds(before) != _bounds(settings)
             and all(map(operator.le, allowed, _bounds(settings)))

@@ -63,7 +63,9 @@ def test_prompts_are_disjoint_windows_of_different_documents() -> None:
     assert all(equal(a, b) for a, b in zip(bench, again, strict=True))
     other = held_out_prompts(tokenizer, DOCUMENTS, 8, 10, seed=2)
     assert not all(equal(a, b) for a, b in zip(bench, other, strict=True))
-    with pytest.raises(HeldOutError, match=r"expected 10000; raise corpus\.held_out"):
+    with pytest.raises(
+        HeldOutError, match=r"expected 10000; give more documents, raise corpus\.held_out"
+    ):
         held_out_prompts(tokenizer, DOCUMENTS, 10_000, 10)
 
 
@@ -148,7 +150,8 @@ def test_prompts_of_given_answers_have_the_targets_context() -> None:
 )  # fmt: skip
 def test_prompts_that_are_too_long_are_counted(made: Recipe, context: int, remedy: str) -> None:
     tokenizer = chat_tokenizer(CHATML, "<|im_end|>")
-    more = f"90 prompts are longer: {remedy}, or raise corpus.held_out or corpus.max_bytes"
+    more = "give more documents, raise corpus.held_out or corpus.max_bytes"
+    more = f"90 prompts are longer: {remedy}, or {more}"
     with pytest.raises(HeldOutError) as error:
         recipe_prompts(made, tokenizer, LONG, "validation", context)
     assert one_line(error.value) == (
