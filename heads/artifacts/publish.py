@@ -37,7 +37,7 @@ def clean_copy(
     into: Path,
     repository: str,
     target_name: str | None = None,
-    license: str | None = None,
+    license: Mapping[str, str] | None = None,
     engines: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write the files to push into an empty folder, and return them, the card last.
@@ -48,7 +48,8 @@ def clean_copy(
     Args:
         repository: `ORG/NAME` or `ORG/NAME@BRANCH`, for the card's example.
         target_name: the target's name on the Hub, or any label for a model that is not there.
-        license: an identifier that the Hub knows, such as `apache-2.0`.
+        license: for the card's front matter: `license`, an identifier that the Hub knows, such as
+            `apache-2.0`; where that is `other` also `license_name` and `license_link`.
         engines: the lines that start other engines, by their formats, for the card.
 
     Raises:
@@ -124,7 +125,9 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _card(body: str, manifest: Manifest, target: str, repository: str, license: str | None) -> str:
+def _card(
+    body: str, manifest: Manifest, target: str, repository: str, license: Mapping[str, str] | None
+) -> str:
     if not body.strip():
         body = f"# A {manifest.family} drafter for `{target}`\n\n{card_example(target)}"
     body = body.replace(HERE, f'"{repository}"')
@@ -147,8 +150,8 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
     data["tags"] = list(dict.fromkeys([*tags, *added]))
     if on_hub:
         data["base_model"] = target
-    if license is not None:
-        data["license"] = license
+    for name, said in (license or {}).items():
+        data[name] = said
     return str(card)
 
 

@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("repository", metavar="ORG/NAME", help="the repository; created if there is none")
     add("--target-name", metavar="NAME", help=_TARGET_NAME)
     add("--license", metavar="ID", type=license_id, help="for the model card, e.g. apache-2.0")
+    add("--license-name", metavar="NAME", help="with --license other: what the licence is called")
+    add("--license-link", metavar="URL", help="with --license other: the address of its text")
     add("--private", action="store_true", help="make a new repository private")
     add("--revision", metavar="BRANCH", help="push to a branch (default: main)")
     add("--export", metavar="FORMAT,…", type=_formats, default=[], help=_EXPORT)
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
     check_name(options.artifact)
+    license = _license(options)
     from headstart.heads.artifacts.hub import export_branch, upload, upload_export
     from headstart.heads.artifacts.publish import clean_copy, public_target
     from headstart.heads.artifacts.source import DrafterSource
@@ -68,9 +71,7 @@ def run(options: argparse.Namespace) -> int:
                 target = public_target(source, options.target_name)
                 with quiet_stdout():
                     lines = _export(options, Path(scratch), target, name, branch)
-            files = clean_copy(
-                source, folder, repository, options.target_name, options.license, lines
-            )
+            files = clean_copy(source, folder, repository, options.target_name, license, lines)
         declared = declared_by(source.manifest.family)
         if declared is not None and declared.collects:
             tell([_HOLDS_TEXT])
@@ -90,6 +91,30 @@ def run(options: argparse.Namespace) -> int:
                 upload_export(Path(scratch) / form, repository, form)
     print(address)
     return 0
+
+
+def _license(options: argparse.Namespace) -> dict[str, str]:
+    """What the model card's metadata say of the licence.
+
+    Raises:
+        UsageError: `other` without the name and the address that the Hub shows of such a licence,
+            or these of one that it knows.
+    """
+    own = {"license_name": options.license_name, "license_link": options.license_link}
+    given = {name: said for name, said in own.items() if said}
+    if options.license != "other":
+        if given:
+            raise UsageError(
+                "--license-name and --license-link are for a licence that the Hub does not know; "
+                "expected --license other with them"
+            )
+        return {"license": options.license} if options.license else {}
+    if len(given) < len(own) or not options.license_link.startswith(("https://", "http://")):
+        raise UsageError(
+            "--license other: expected its name and the address of its text too, which the Hub "
+            "shows: --license-name my-licence --license-link https://…"
+        )
+    return {"license": "other", **given}
 
 
 def _place(options: argparse.Namespace) -> tuple[str, str | None]:

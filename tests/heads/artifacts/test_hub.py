@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 import yaml
 
+from headstart.cli import main
 from headstart.heads import ArtifactError, Manifest, fingerprint, save_drafter
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import sha256, tokenizer_hash
@@ -257,7 +258,7 @@ def bodies(body: bytes) -> list[bytes]:
 
 
 def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
-    files = clean_copy(run / "heads", tmp_path, "me/drafter@v2", "me/base", "mit")
+    files = clean_copy(run / "heads", tmp_path, "me/drafter@v2", "me/base", {"license": "mit"})
     assert [file.name for file in files] == [
         "config.json", "model.safetensors", "headstart.json", "tree.json",
         "acceptance.png", "README.md",
@@ -280,6 +281,38 @@ def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
     compile(code, "README.md", "exec")
     assert 'headstart.load("me/base", "me/drafter@v2"' in code
     assert "PATH OF" not in body and str(run) not in body
+
+
+OTHER = ("--license", "other", "--license-name", "our-licence-1.0")
+LINK = "--license-link", "https://example.com/licence"
+
+
+def test_a_licence_that_the_hub_does_not_know(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(push(run, "--dry-run", *OTHER, *LINK)) == 0
+    _, front, _ = capsys.readouterr().out.split("README.md\n\n")[-1].split("---\n", 2)
+    said = yaml.safe_load(front)
+    assert said["license"] == "other" and said["license_name"] == OTHER[-1]
+    assert said["license_link"] == LINK[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (OTHER[:2], "--license other: expected its name and the address"),
+        (OTHER, "--license other: expected its name and the address"),
+        ((*OTHER[:2], *LINK), "--license other: expected its name and the address"),
+        ((*OTHER, LINK[0], "LICENSE"), "--license other: expected its name and the address"),
+        (LINK, "expected --license other with them"),
+        (("--license", "mit", *OTHER[2:]), "expected --license other with them"),
+    ],
+)
+def test_licences_that_are_refused(
+    run: Path, given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(push(run, "--dry-run", *given)) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: Path) -> None:
