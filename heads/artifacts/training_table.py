@@ -21,7 +21,7 @@ def training_table(manifest: Manifest) -> str:
         thinking = {None: "as the template has it", True: "on", False: "off"}[chat["thinking"]]
         rows += [
             ("chat template", f"sha256 `{chat['template_hash'][:12]}` with its settings"),
-            ("thinking", thinking), ("system prompt", chat["system"] or "none"),
+            ("thinking", thinking), ("system prompt", chat["system"] or "each chat's own"),
         ]  # fmt: skip
     else:
         rows.append(("chats", {"plain": "as plain text", "text": "none"}[chat.get("how", "text")]))

@@ -34,6 +34,15 @@ class ChatTemplateError(ValueError):
     """A tokenizer's template refuses a chat; the message does not quote the chat."""
 
 
+class DroppedCallsError(ChatTemplateError):
+    """A tokenizer's template leaves calls of tools out."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the tokenizer's chat template leaves calls of tools out, as plain chats do"
+        )
+
+
 class EndlessTemplateError(ChatTemplateError):
     """A tokenizer's template does not end, whatever chat it is given."""
 

@@ -14,7 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat, Distill, Recipe
-from .documents import ChatTemplateError, Document, EndlessTemplateError, each_in_time
+from .documents import (
+    ChatTemplateError,
+    Document,
+    DroppedCallsError,
+    EndlessTemplateError,
+    each_in_time,
+)
 from .reading import order
 from .rendering import ChatRenderer
 from .tokenising import Ragged, Text, tokenise
@@ -162,7 +168,8 @@ def leave_out(
     if renderer.chat.refused == "skip" and not isinstance(error, EndlessTemplateError):
         return
     how = "set chat.refused=skip, or set distill.chat=plain"
-    how = "or set chat.refused=skip" if renderer.plain else how
+    if renderer.plain or isinstance(error, DroppedCallsError):  # which plain chats do not help
+        how = "or set chat.refused=skip"
     raise DistillError(f"{document.id}: {error}; {remedy}, {how}.") from None
 
 

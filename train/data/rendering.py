@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from ..recipe import Chat
 from .documents import (
     ChatTemplateError,
+    DroppedCallsError,
     Message,
     apply_template,
     apply_template_to_each,
@@ -303,13 +304,11 @@ class ChatRenderer:
         return turns
 
     def _check_calls(self, messages: Sequence[Message], text: str, tools: Tools) -> None:
-        """Raise ChatTemplateError where the last answer's calls of tools are not in the text."""
+        """Raise DroppedCallsError where the last answer's calls of tools are not in the text."""
         if calls := messages[-1].get("tool_calls"):
             others = [*messages[:-1], messages[-1] | {"tool_calls": renamed(calls)}]
             if others != messages and self.texts_in_any_time([others], tools=tools) == [text]:
-                raise ChatTemplateError(
-                    "the tokenizer's chat template leaves calls of tools out, as plain chats do"
-                )
+                raise DroppedCallsError
 
     def _turn(
         self, messages: Sequence[Message], prompt: str, text: str, tools: Tools, open_end: bool

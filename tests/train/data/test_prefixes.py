@@ -11,8 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.data import documents
 from headstart.train.data.distill import distill, summary
-from headstart.train.data.documents import Document
-from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
+from headstart.train.data.documents import ChatTemplateError, Document, DroppedCallsError
+from headstart.train.data.prefixes import (
+    DistillError,
+    Prompts,
+    Windows,
+    chat_renderer,
+    encode,
+    leave_out,
+    make_prefixes,
+)
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.losses.comparisons import IGNORED
@@ -94,6 +102,19 @@ def test_a_template_that_refuses_names_the_row_alone(tokenizer: PreTrainedTokeni
     with pytest.raises(DistillError, match="chats:1: the tokenizer's chat template") as error:
         make_prefixes(SPEC, tokenizer, DOCUMENTS)
     assert ASK not in str(error.value) and error.value.__suppress_context__
+
+
+def test_what_does_not_help_is_not_advised(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Plain chats leave calls of tools out, too."""
+    tokenizer.chat_template = TEMPLATE
+    for how, error, remedy in (
+        ("auto", DroppedCallsError(), "drop the row, or set chat.refused=skip."),
+        ("plain", DroppedCallsError(), "drop the row, or set chat.refused=skip."),
+        ("auto", ChatTemplateError("no"), "chat.refused=skip, or set distill.chat=plain."),
+    ):
+        with pytest.raises(DistillError) as refused:
+            leave_out(chat_renderer(tokenizer, None, how), CHAT, error)
+        assert str(refused.value).endswith(remedy)
 
 
 def test_a_chat_that_the_template_refuses_gives_no_prompt_where_asked(
