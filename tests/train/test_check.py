@@ -384,7 +384,7 @@ def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:
 def test_too_few_held_out_prompts(home: Path) -> None:
     (finding,) = wrong(recipe(home, decode={"prompts": 21}))
     assert finding.name == "held-out prompts"
-    assert finding.said.startswith("10 for validation, 2 wanted; 20 for bench, 21 wanted; raise")
+    assert finding.said.startswith("10 for validation, 2 wanted; 20 for bench, 21 wanted; give")
 
 
 def test_a_context_that_is_too_short(home: Path) -> None:

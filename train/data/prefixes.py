@@ -226,20 +226,24 @@ def recipe_prompts(
     decode, kind = recipe.decode, prompt_settings(recipe, context)
     count = decode.prompts if part == "bench" else decode.validation_prompts
     return held_out_prompts(
-        tokenizer, documents, count, seed=recipe.seed, part=part, longer=_longer(recipe), **kind
+        tokenizer, documents, count, seed=recipe.seed, part=part, remedy=_remedy(recipe), **kind
     )
 
 
-def _longer(recipe: Recipe) -> str:
-    """What to do for longer prompts."""
+def _remedy(recipe: Recipe) -> str:
+    """What to do for prompts that are too long, and for documents that are too short."""
+    if prompt_settings(recipe)["prefix"] != "prompt":
+        return "lower decode.prefix_tokens"
     if recipe.distill.writer != "given":
         return "raise distill.prefix_tokens"
-    return "raise distill.max_length" if recipe.distill.max_length else "lower decode.new_tokens"
+    how = "raise distill.max_length" if recipe.distill.max_length else "lower decode.new_tokens"
+    return f"{how}, set decode.prefix=window"
 
 
-def _more(too_long: int, longer: str) -> str:
-    """What to do for more prompts, of which so many are too long."""
-    said = f"{too_long} prompts are longer: {longer}, or " if too_long else ""
+def _more(prefix: str, left_out: int, remedy: str) -> str:
+    """What to do for more prompts, where so many are too long or documents too short."""
+    what = "prompts are longer" if prefix == "prompt" else "documents are shorter"
+    said = f"{left_out} {what}: {remedy}, or " if left_out else ""
     return f"{said}give more documents, raise corpus.held_out or corpus.max_bytes"
 
 
@@ -254,7 +258,7 @@ def held_out_prompts(
     chat: str = "auto",
     rendering: dict[str, Any] | None = None,
     decoded: bool = False,
-    longer: str = "allow longer ones",
+    remedy: str = "ask for another length",
 ) -> list[HeldOutPrompt]:
     """The first `count` prompts of held-out documents, in an order drawn by (seed, documents).
 
@@ -268,13 +272,14 @@ def held_out_prompts(
             all those of all documents, as distillation draws them.
         chat: see `encode`; rendering: the recipe's section `chat`, as plain data.
         decoded: take the tokens of prompts that were decoded, where documents have them.
-        longer: what the error says to do about prompts that are too long.
+        remedy: what the error says to do about prompts that are too long, and about documents that
+            are too short.
 
     Raises:
         HeldOutError: there are fewer.
     """
     settings = Chat(**rendering) if rendering else None
-    given, too_long = _by_document(
+    given, left_out = _by_document(
         tokenizer, documents, tokens, seed, prefix, chat, settings, decoded
     )
     mine = _of_part(given, part)
@@ -289,7 +294,7 @@ def held_out_prompts(
         kind = kind if tokens is not None else "prompts"
         raise HeldOutError(
             f"{len(documents)} held-out documents give {len(prompts)} different {kind} for {part}, "
-            f"expected {count}; {_more(too_long, longer)}, or lower "
+            f"expected {count}; {_more(prefix, left_out, remedy)}, or lower "
             f"decode.{'prompts' if part == 'bench' else 'validation_prompts'}."
         )
     return prompts[:count]
@@ -308,10 +313,10 @@ def available_prompts(
     kind = prompt_settings(recipe, context)
     prefix, tokens, chat = kind["prefix"], kind["tokens"], kind["chat"]
     how = prefix, chat, recipe.chat, kind.get("decoded", False)
-    given, too_long = _by_document(tokenizer, documents, tokens, recipe.seed, *how)
+    given, left_out = _by_document(tokenizer, documents, tokens, recipe.seed, *how)
     parts: tuple[Part, ...] = ("validation", "bench")
     counts: dict[Part, int] = {p: sum(map(len, _of_part(given, p))) for p in parts}
-    return counts, _more(too_long, _longer(recipe))
+    return counts, _more(prefix, left_out, _remedy(recipe))
 
 
 def held_out_texts(
@@ -330,10 +335,10 @@ def _by_document(
     """The prompts of each document that gives any, the documents in a drawn order.
 
     Of equal prompts only the first document's, or one could choose a checkpoint and judge it. And
-    how many prompts are longer than `tokens`.
+    how many prompts are longer than `tokens`, or documents shorter.
     """
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
-    too_long = 0
+    left_out = 0
     if prefix == "prompt":
         texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
         rows = encode(tokenizer, [text for _, text in texts], chat, settings)
@@ -342,7 +347,7 @@ def _by_document(
             if text.ids is not None and (decoded or not text.text):
                 row = np.array(text.ids[0], np.int32)
             if tokens is not None and len(row) > tokens:
-                too_long += 1
+                left_out += 1
             elif len(row):
                 found[at].append(row)
     else:
@@ -350,6 +355,7 @@ def _by_document(
         rows = encode(tokenizer, documents, chat, settings)
         found = []
         for document, row in zip(documents, rows, strict=True):
+            left_out += len(row) < tokens
             starts = range(0, len(row) - tokens + 1, tokens)
             drawn = sorted(starts, key=lambda at: order(f"{seed}:{document.id}:{at}"))
             cut = starts[:1] if prefix == "start" else drawn
@@ -362,7 +368,7 @@ def _by_document(
         if new:
             own = document.id, document.source
             given.append([HeldOutPrompt(_tensor(row), *own) for row in new.values()])
-    return given, too_long
+    return given, left_out
 
 
 def _of_part(given: list[list[HeldOutPrompt]], part: Part) -> list[list[HeldOutPrompt]]:

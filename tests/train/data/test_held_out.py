@@ -114,6 +114,20 @@ def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
         held_out_prompts(tokenizer, CHATS, 900, 30, prefix="prompt")
 
 
+def test_documents_that_are_too_short_are_counted() -> None:
+    tokenizer = chat_tokenizer(CHATML, "<|im_end|>")
+    documents = [Document(f"text:{n}", f"{n} " + "word " * (60 if n > 3 else 2)) for n in range(9)]
+    for prefix in ("window", "start"):
+        made = given_recipe(writer="own", prefix=prefix)
+        with pytest.raises(HeldOutError) as error:
+            recipe_prompts(made, tokenizer, documents, "validation", 512)
+        assert "expected 8; 4 documents are shorter: lower decode.prefix_tokens, or give" in str(
+            error.value
+        )
+        _, remedy = available_prompts(made, tokenizer, documents, 512)
+        assert remedy.startswith("4 documents are shorter: lower decode.prefix_tokens, or")
+
+
 LONG = [  # prompts of 65 to about 150 tokens, which are common
     Document.chat(f"long:{n}", [
         {"role": "user", "content": f"{n}? {'word ' * (12 + n % 18)}"},
@@ -143,8 +157,8 @@ def test_prompts_of_given_answers_have_the_targets_context() -> None:
 @pytest.mark.parametrize(
     ("made", "context", "remedy"),
     [
-        (given_recipe(max_length=192), 512, "raise distill.max_length"),
-        (given_recipe(), 192, "lower decode.new_tokens"),
+        (given_recipe(max_length=192), 512, "raise distill.max_length, set decode.prefix=window"),
+        (given_recipe(), 192, "lower decode.new_tokens, set decode.prefix=window"),
         (given_recipe(writer="own", prefix="prompt"), 512, "raise distill.prefix_tokens"),
     ],
 )  # fmt: skip
