@@ -26,7 +26,8 @@ from headstart.terminal import one_line
 from .bounds import Bounds
 from .handlers import Chats, Completions, Responses, check_model
 from .shapes import check_text, shown
-from .writing import Left, Manager, State, Writer, in_thread, returned, said_of
+from .streamers import Left
+from .writing import Manager, State, Writer, in_thread, returned, said_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

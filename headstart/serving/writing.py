@@ -10,35 +10,27 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from tokenizers.decoders import DecodeStream
 from transformers.cli.serving.utils import (
-    DirectStreamer,
     GenerateManager,
     GenerationState,
-    ReasoningText,
-    _GenerationCancelled,
     _StreamError,
 )
 
 from headstart.heads.core import counted, end_tokens, trained_context
-from headstart.infer import RoundStreamer
 from headstart.terminal import one_line
 from headstart.train.figures.pieces import context_of, continued
 
 from .probabilities import Log, Spelling, Told
-from .stops import AtStop, UntilStop, before_stop
+from .stops import AtStop, before_stop
+from .streamers import Cut, Left, UntilLeft
 
 if TYPE_CHECKING:
-    from headstart.infer import Batcher, Emitted, Grammar, Recorder
+    from headstart.infer import Batcher, Grammar, Recorder
 
 ASKED = "headstart_asked"
 """An attribute of a request's generation config, of the type `Asked`."""
 
 _OPTIONS = ("seed", "grammar", "logprobs", "presence_penalty", "frequency_penalty")
-
-Left = _GenerationCancelled
-"""The error that ends an answer whose client has left."""
 
 
 class Asked(NamedTuple):
@@ -187,7 +179,7 @@ class Manager(GenerateManager):
         asked, context = asked_of(gen_config), _context(processor, inputs, gen_config)
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         log = self._log(tokenizer, gen_config, context, response_parser is None)
-        streamer = _Cut(tokenizer, self._loop, self.pieces, response_parser, asked.stops, log)
+        streamer = Cut(tokenizer, self._loop, self.pieces, response_parser, asked.stops, log)
         streamer.continue_after(context)
         streamer._cancelled = self._left
         run = self._generation(processor, inputs, gen_config, streamer)
@@ -212,7 +204,7 @@ class Manager(GenerateManager):
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
         context, stops = _context(processor, inputs, gen_config), asked_of(gen_config).stops
         log = self._log(processor._tokenizer, gen_config, context)
-        streamer = _UntilLeft(self._left, log)
+        streamer = UntilLeft(self._left, log)
         sequences = self._generation(processor, inputs, gen_config, streamer)()
         self.told = [] if log is None else [*log.take(), *log.end()]
         length = inputs["input_ids"].shape[-1]
@@ -304,107 +296,3 @@ class Pieces:
     def get_nowait(self) -> Any:
         """Nothing, so that handlers send each piece before they read an error."""
         raise asyncio.QueueEmpty
-
-
-class _UntilLeft(RoundStreamer):
-    """Ends an answer that nobody waits for any longer; a log takes what is written meanwhile."""
-
-    def __init__(self, left: threading.Event, log: Log | None):
-        self._left, self._log = left, log
-
-    def put(self, value: Any) -> None:
-        if self._left.is_set():
-            raise Left
-
-    def put_round(self, emitted: Emitted) -> None:
-        self.put(None)
-        if self._log is not None:
-            self._log.add(emitted)
-
-
-class Text(str):
-    """A piece of an answer, with the tokens whose probabilities are told with it."""
-
-    told: Sequence[Told] = ()
-
-
-class Thought(ReasoningText):
-    """A piece of the thoughts before an answer, likewise."""
-
-    told: Sequence[Told] = ()
-
-
-class _Cut(DirectStreamer, RoundStreamer):
-    """Hands on what stands before the first stop string, in the text or in the thoughts before.
-
-    What a round wrote is handed on at once, since each piece costs the server as much. That an
-    answer has ended, its manager says.
-
-    Args:
-        log: where probabilities are asked for.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        loop: Any,
-        pieces: Any,
-        parser: Any,
-        stops: Any,
-        log: Log | None = None,
-    ):
-        self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
-        self._log = log
-        super().__init__(tokenizer, loop, pieces, response_parser=parser)
-
-    def continue_after(self, context: list[int]) -> None:
-        """Write what follows the text of these tokens; see `context_of`."""
-        if context:
-            self._decode_stream = DecodeStream(context, skip_special_tokens=self._parser is None)
-
-    def put(self, value: Any) -> None:
-        super().put(value)
-        self._end_round()
-
-    def put_round(self, emitted: Emitted) -> None:
-        if self._log is not None:
-            self._log.add(emitted)
-        self.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
-
-    def end(self) -> None:
-        super().end()
-        self._end_round()
-        if self._log is not None and (told := self._log.end()):
-            super()._enqueue(_with(told, ""))
-
-    def _enqueue(self, item: Any) -> None:
-        if not isinstance(item, str) or type(item) is not self._kind:
-            self._add(self._until.end())
-        if item is None:
-            return
-        if not isinstance(item, str):  # a call of a tool
-            self._round.append(item)
-            return
-        self._kind = ReasoningText if isinstance(item, ReasoningText) else str
-        self._add(self._until.add(item))
-
-    def _add(self, text: str) -> None:
-        if text and self._round and type(self._round[-1]) is self._kind:
-            text = self._round.pop() + text
-        if text:
-            self._round.append(self._kind(text))
-
-    def _end_round(self) -> None:
-        last = self._round[-1] if self._round else None
-        if self._log is not None and isinstance(last, str) and (told := self._log.take()):
-            self._round[-1] = _with(told, last)
-        for item in self._round:
-            super()._enqueue(item)
-        self._round.clear()
-
-
-def _with(told: Sequence[Told], piece: str) -> str:
-    """A piece of an answer or of its thoughts, with tokens whose text it has."""
-    found = (Thought if isinstance(piece, ReasoningText) else Text)(piece)
-    found.told = told
-    return found

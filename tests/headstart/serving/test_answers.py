@@ -111,7 +111,8 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     from transformers.cli.serving.utils import ReasoningText, ToolCall
 
     from headstart.serving.handlers import Chats
-    from headstart.serving.writing import Asked, _Cut
+    from headstart.serving.streamers import Cut
+    from headstart.serving.writing import Asked
 
     said: Any = SimpleNamespace(items=[], put_nowait=lambda item: said.items.append(item))
     loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, item: call(item))
@@ -120,7 +121,7 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
 
     def written(*items: Any) -> list[Any]:
         said.items = []
-        cut = _Cut(tokenizer._tokenizer, loop, said, None, ["XY"])
+        cut = Cut(tokenizer._tokenizer, loop, said, None, ["XY"])
         for item in items:
             cut._enqueue(item)
             cut._end_round()
