@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
+from prometheus_client import CONTENT_TYPE_LATEST as METRICS_TYPE
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from transformers.cli.serving.model_manager import ModelManager
@@ -25,6 +26,7 @@ from headstart.terminal import one_line
 
 from .bounds import Bounds
 from .handlers import Chats, Completions, Responses, check_model
+from .several import answers_to_each, merged, merged_stream
 from .shapes import check_text, shown
 from .streamers import Left
 from .writing import Manager, State, Writer, in_thread, returned, said_of
@@ -53,7 +55,7 @@ def server_of(
         recorder: of the same batcher; takes every request that was answered.
         key: requests must have it as their bearer token, but for those to /health.
     """
-    model, writer = _OneModel(batcher, name), Writer(batcher, recorder)
+    model, writer = _OneModel(batcher, name), Writer(batcher, name, recorder)
     build: Any = build_server
     wanted = inspect.signature(build).parameters  # which differ by version
     handlers = {key: None for key in wanted if key.endswith("_handler")}
@@ -66,6 +68,10 @@ def server_of(
     def one_model(asked: str) -> dict[str, Any]:
         check_model(asked, name)
         return model.get_gen_models()[0]
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(writer.metrics.told(), media_type=METRICS_TYPE)
 
     for kind in (ValueError, HTTPException, TemplateError, Exception):
         app.add_exception_handler(kind, _refused)
@@ -106,21 +112,37 @@ class _Answers:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_LEFT)
         loop, raises = asyncio.get_running_loop(), self._handler.raises_errors
-        manager = Manager(self._writer, loop, raises)
-        handler: Any = self._handler(self._model, State(manager))
+        bodies = self._handler.each_answer(body)
+        managers = [Manager(self._writer, loop, raises) for _ in bodies]
         request_id = request.state.request_id
-        try:
+
+        def handled(body: dict[str, Any], manager: Manager) -> Awaitable[Any]:
+            handler: Any = self._handler(self._model, State(manager))
             # In a thread, since it takes seconds to tokenize a prompt of megabytes.
             working = in_thread(lambda: returned(handler.handle_request(body, request_id)))
-            answer = await _while_there(request, asyncio.wrap_future(working))
-            if isinstance(answer, StreamingResponse):  # an error may come in place of a text
-                await _while_there(request, manager.pieces.begun())
-        except (Left, asyncio.CancelledError) as error:
-            manager.cancel()
-            if isinstance(error, asyncio.CancelledError):
+            return asyncio.wrap_future(working)
+
+        try:
+            working = asyncio.gather(*map(handled, bodies, managers))
+            answers = await _while_there(request, working)
+            if isinstance(answers[0], StreamingResponse):  # an error may come in place of a text
+                await _while_there(request, managers[0].pieces.begun())
+        except BaseException as error:
+            for manager in managers:
+                manager.cancel()
+            if not isinstance(error, Left):
                 raise
             return Response(status_code=_CLIENT_LEFT)
-        return answer
+        return answers[0] if len(answers) == 1 else _as_one(answers, body)
+
+
+def _as_one(answers: list[Any], body: dict[str, Any]) -> Response:
+    """Several answers to one request, as the protocol has them."""
+    count = answers_to_each(body)
+    if isinstance(answers[0], StreamingResponse):
+        streams = [answer.body_iterator for answer in answers]
+        return StreamingResponse(merged_stream(streams, count), media_type=answers[0].media_type)
+    return JSONResponse(merged([json.loads(bytes(each.body)) for each in answers], count))
 
 
 async def _body(request: Request, most: int) -> dict[str, Any]:
@@ -182,7 +204,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"error": said_of(error)}, status_code=status)
     message = str(error.detail)
     if message in ("Not Found", "Method Not Allowed"):  # from where there is no route
-        paths = ", ".join([*_HANDLERS, *sorted(_KEPT)])
+        paths = ", ".join([*_HANDLERS, *sorted(_KEPT), "/metrics"])
         message = f"{request.method} {request.url.path} is not served here; there are: {paths}"
     status = 400 if error.status_code == 422 else error.status_code
     said = {"message": message, "type": "invalid_request_error"}

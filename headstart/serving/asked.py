@@ -1,7 +1,7 @@
 """What a request of the OpenAI protocol may ask: what would be ignored is refused by name.
 
-An option that changes the answer, such as `n`, must not be accepted and then left out: its sender
-would take the answer for what was asked.
+An option that changes the answer, such as `best_of`, must not be accepted and then left out: its
+sender would take the answer for what was asked.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ EXTRA = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "struct
 """Fields that are taken beside those of the protocol, by each endpoint."""
 
 _TEMPLATE = "give chat_template_kwargs, if the model's template has a setting for this"
-_ONE = "send a request for each answer, with seeds of their own"
 _TEXT_ALONE = "leave it out: text alone is written"
 _NONE_KEPT = "send the whole conversation: none is kept"
 _CALLS = "leave it out: the model decides how many functions it calls"
 _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     # what of it asks for nothing, and what to do in place of it
-    "n": (lambda n: n == 1, _ONE),
-    "best_of": (lambda n: n == 1, _ONE),
-    "echo": (lambda value: value is False, "put the prompt before the answer yourself"),
+    "best_of": (lambda n: n == 1, "leave it out: n answers are written, and all are returned"),
     "suffix": (lambda text: text == "", "put it into the prompt, in the model's own form"),
     "text": (lambda of: of.get("verbosity") is None, _TEMPLATE),
     "verbosity": (lambda of: False, _TEMPLATE),
@@ -102,7 +99,7 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
         ValueError: an option has another type or is out of its range, or would be ignored; or a
             chat, or tools, are nothing that the template knows.
 
-    >>> check_asked({"prompt": "Hi", "n": 1}, None)
+    >>> check_asked({"prompt": "Hi", "best_of": 1}, None)
     >>> check_asked({"prompt": "Hi", "max_tokens": 0}, None)
     Traceback (most recent call last):
     ...
@@ -113,7 +110,10 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
         if name in body and not holds(body[name]):
             raise wrong(name, body[name], wanted)
     check_settings(body, vocabulary)
-    asked_probabilities(body)
+    if asked_probabilities(body) is not None and body.get("echo"):
+        raise ValueError(
+            "echo is true, and there are no probabilities of a prompt; leave logprobs or echo out"
+        )
     for name, (harmless, remedy) in _UNAVAILABLE.items():
         if name not in body or (name in _OF_TOOLS and not body.get("tools")):
             continue

@@ -7,17 +7,22 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import torch
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
+from transformers import BatchEncoding
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
+from headstart.train.figures.pieces import text_of
+
 from .asked import EXTRA, check_asked, check_fields
 from .forms import answer_form
 from .probabilities import Told, asked_probabilities
-from .shapes import biases_of, calls_of, stops_of, without_nulls
+from .several import END, each_answer
+from .shapes import biases_of, calls_of, check_ids, stops_of, without_nulls
 from .stops import before_stop
 from .writing import ASKED, Asked, said_of
 
@@ -43,10 +48,12 @@ class _Own(BaseHandler):
     Attributes:
         asked_in: the field that a request must have.
         raises_errors: whether errors of a stream are told by `_with_end`.
+        each_answer: makes requests for a single answer of one.
     """
 
     asked_in = "messages"
     raises_errors = True
+    each_answer = staticmethod(each_answer)
     _config: Any = None  # of the request's generation
     _asked = Asked()
     _grammar: Any = None
@@ -136,7 +143,7 @@ class _Ended(_Own):
         self._usage_apart = isinstance(options, dict) and bool(options.get("include_usage"))
         answer = await super().handle_request(body, request_id)
         if isinstance(answer, StreamingResponse):
-            answer.body_iterator = _with_end(answer.body_iterator)
+            answer.body_iterator = _with_end(answer.body_iterator, self._before(request_id))
         elif self._asked.logprobs is not None:
             found = json.loads(bytes(answer.body))
             found["choices"][0]["logprobs"] = self._spelled(self._manager.told)
@@ -147,6 +154,10 @@ class _Ended(_Own):
     def _manager(self) -> Any:
         state: Any = self.generation_state
         return state.manager
+
+    def _before(self, request_id: str) -> str:
+        """What a stream begins with."""
+        return ""
 
     def _spelled(self, told: Sequence[Told]) -> dict[str, Any]:
         return self._manager.spelled(told, self.asked_in == "messages")
@@ -165,14 +176,16 @@ class _Ended(_Own):
         return f"{last}data: {json.dumps(told)}\n\n"
 
 
-async def _with_end(parts: Any) -> AsyncIterator[Any]:
+async def _with_end(parts: Any, before: str) -> AsyncIterator[Any]:
     async with contextlib.aclosing(parts):  # when the client leaves, the writer is told
+        if before:
+            yield before
         try:
             async for part in parts:
                 yield part
         except Exception as error:
             yield f"data: {json.dumps({'error': said_of(error)})}\n\n"
-    yield "data: [DONE]\n\n"
+    yield END
 
 
 class Chats(_Ended, ChatCompletionHandler):
@@ -186,9 +199,51 @@ class Chats(_Ended, ChatCompletionHandler):
 
 
 class Completions(_Ended, CompletionHandler):
-    """Of /v1/completions."""
+    """Of /v1/completions: its prompt may be token ids, and stand before the answer (`echo`)."""
 
     asked_in = "prompt"
+    _ids: list[int] | None = None
+    _echoed = ""  # the prompt's text, where it is to stand before the answer
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        model: Any = self.model_manager
+        prompt, echo = body.get("prompt"), body.get("echo")
+        if isinstance(prompt, list):
+            check_ids("prompt", prompt, model.vocabulary)
+            self._ids, body = prompt, {**body, "prompt": ""}
+        if echo is True:
+            _, tokenizer = model.load_model_and_processor()
+            self._echoed = prompt if isinstance(prompt, str) else text_of(tokenizer, prompt or ())
+        answer = await super().handle_request(body, request_id)
+        if self._echoed and not isinstance(answer, StreamingResponse):
+            found = json.loads(bytes(answer.body))
+            found["choices"][0]["text"] = self._echoed + found["choices"][0]["text"]
+            return JSONResponse(found)
+        return answer
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        name, model, tokenizer = super()._resolve_model(body)
+        return name, model, tokenizer if self._ids is None else _OfIds(tokenizer, self._ids)
+
+    def _before(self, request_id: str) -> str:
+        model: Any = self.model_manager
+        if not self._echoed:
+            return ""
+        return self._build_chunk_sse(request_id, model.force_model, text=self._echoed)
+
+
+class _OfIds:
+    """A tokenizer that makes these token ids of any text, and does all else as another one."""
+
+    def __init__(self, tokenizer: Any, ids: list[int]):
+        self._own, self._ids = tokenizer, ids
+
+    def __call__(self, text: str, **options: Any) -> BatchEncoding:
+        ids = torch.tensor([self._ids])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 class Responses(_Own, ResponseHandler):
@@ -196,6 +251,7 @@ class Responses(_Own, ResponseHandler):
 
     asked_in = "input"
     raises_errors = False
+    each_answer = staticmethod(lambda body: [body])
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         answer = await super().handle_request(body, request_id)

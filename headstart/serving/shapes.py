@@ -14,6 +14,7 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "messages": (list, "a list of messages"),
     "instructions": (str, "a text"),
     "stream": (bool, "true or false"),
+    "echo": (bool, "true or false"),
     "stream_options": (dict, "an object"),
     "seed": (int, "a whole number"),
     "logit_bias": (dict, "an object with a number for each token id"),
@@ -163,6 +164,17 @@ def _arguments_of(function: Mapping[str, Any]) -> Any:
     """An empty text is written for a function without arguments."""
     given = function["arguments"]
     return json.loads(given or "{}") if isinstance(given, str) else given
+
+
+def check_ids(name: str, ids: list[Any], vocabulary: int) -> None:
+    """Refuse what are no token ids of a target that has so many.
+
+    Raises:
+        ValueError: the first one that is none.
+    """
+    for each in ids:
+        if type(each) is not int or not 0 <= each < vocabulary:
+            raise wrong(name, each, f"token ids below {vocabulary}")
 
 
 def is_number(value: Any) -> bool:

@@ -20,12 +20,13 @@ from headstart.heads.core import counted, end_tokens, trained_context
 from headstart.terminal import one_line
 from headstart.train.figures.pieces import context_of, continued
 
+from .metrics import Metrics
 from .probabilities import Log, Spelling, Told
 from .stops import AtStop, before_stop
 from .streamers import Cut, Left, UntilLeft
 
 if TYPE_CHECKING:
-    from headstart.infer import Batcher, Grammar, Recorder
+    from headstart.infer import Batcher, Grammar, Recorder, Stats
 
 ASKED = "headstart_asked"
 """An attribute of a request's generation config, of the type `Asked`."""
@@ -94,12 +95,17 @@ class Writer:
     """What `generate` is called of: writes with the batcher, and says how fast that was.
 
     Attributes:
-        spelling: of the target's tokens.
+        metrics: of the model; spelling: of the target's tokens.
     """
 
-    def __init__(self, batcher: Batcher, recorder: Recorder | None):
+    def __init__(self, batcher: Batcher, name: str, recorder: Recorder | None):
         self._batcher, self._context = batcher, trained_context(batcher.model)
-        self._recorder = recorder
+        self._recorder, self.metrics = recorder, Metrics(name)
+
+    @property
+    def stats(self) -> Stats:
+        """What the calling thread's last answer took."""
+        return self._batcher.stats
 
     @cached_property
     def spelling(self) -> Spelling:
@@ -137,7 +143,7 @@ class Writer:
         inputs |= asked.options
         # A request's stop strings, or the model's own, are among its criteria.
         found = decode(generation_config=generation_config, stop_strings=None, **inputs)
-        stats = self._batcher.stats
+        stats = self.stats
         seconds = stats.prefill_seconds + stats.decode_seconds
         tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
         tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
@@ -230,19 +236,22 @@ class Manager(GenerateManager):
         self, processor: Any, inputs: Any, config: Any, streamer: Any
     ) -> Callable[[], Any]:
         self._writer.limit(inputs, config)
-        criteria: list[AtStop] = []
+        prompt, criteria = inputs["input_ids"].shape[-1], list[AtStop]()
         if stops := asked_of(config).stops:
             context = _context(processor, inputs, config)
-            criteria = [AtStop(processor, stops, inputs["input_ids"].shape[-1], context)]
+            criteria = [AtStop(processor, stops, prompt, context)]
 
         def run() -> Any:
-            text = self._writer.generate(
-                **inputs, generation_config=config, stopping_criteria=criteria, streamer=streamer
-            )
-            ended = int(text[0, -1]) in self._writer.ends(config)
-            if ended or any(bool(each(text, None)) for each in criteria):
-                # Handlers take an answer of that length for one that was cut.
-                config.max_new_tokens = None
+            with self._writer.metrics.request(prompt, streamer) as watched:
+                text = self._writer.generate(
+                    **inputs, generation_config=config, stopping_criteria=criteria, streamer=watched
+                )
+                ended = int(text[0, -1]) in self._writer.ends(config)
+                if ended or any(bool(each(text, None)) for each in criteria):
+                    # Handlers take an answer of that length for one that was cut.
+                    config.max_new_tokens = None
+                reason = "stop" if config.max_new_tokens is None else "length"
+                watched.close(reason, self._writer.stats, text.shape[-1] - prompt)
             return text
 
         return run

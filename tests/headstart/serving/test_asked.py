@@ -14,7 +14,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     ("body", "template", "said"),
     [
         ({"prompt": "a", "best_of": 3}, None, "best_of is 3"),
-        ({"prompt": "a", "echo": True}, None, "put the prompt before the answer"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, None, "leave logprobs or echo out"),
         ({"input": "a", "top_logprobs": 2}, "x", "top_logprobs is 2.*leave it out"),
         ({"messages": SAID}, None, "/v1/completions"),
         ({"input": "a"}, None, "/v1/completions"),

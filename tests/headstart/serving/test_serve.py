@@ -181,7 +181,7 @@ def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"n": 2}, "n is 2, which this server cannot do; send a request for each answer"),
+        ({"n": 129}, "n is 129; expected a whole number from 1 to 128"),
         ({"logprobs": 2}, "logprobs is 2; expected true or false"),
         ({"presence_penalty": 3}, "presence_penalty is 3; expected a number from -2 to 2"),
         ({"response_format": {"type": "xml"}}, "response_format"),
