@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .core import FusedLayers, OptionError, has_kernels_for
@@ -105,7 +105,10 @@ class DrafterGroup:
         """The group of no drafter, one, or several; a group is returned as it is."""
         if isinstance(drafters, DrafterGroup):
             return drafters
-        return cls([drafters] if isinstance(drafters, Drafter) else drafters or ())
+        found: Any = drafters
+        if isinstance(drafters, nn.Module):  # one that is no drafter is refused by name
+            found = [drafters]
+        return cls(found or ())
 
     @property
     def observes(self) -> bool:

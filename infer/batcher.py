@@ -117,8 +117,8 @@ class Batcher(DecodingMethod):
     """
 
     def __init__(self, speculator: Speculator, rows: int = 8):
-        if rows < 1:
-            raise OptionError(f"rows is {rows}; expected at least 1.")
+        if not isinstance(rows, int) or rows < 1:
+            raise OptionError(f"rows is {rows!r}; expected a whole number, at least 1.")
         if in_parts(speculator.model) and not leads(speculator.model):
             raise OptionError(
                 "the target's layers are divided among processes, to each of which requests may "
@@ -320,7 +320,7 @@ class _Text:
     """
 
     def __init__(self, prompt: Tensor, ending: Ending):
-        self._ids = torch.nn.functional.pad(prompt.cpu(), (0, ending.limit - prompt.shape[1]))
+        self._ids = prompt.cpu()  # with room to grow
         self._length, self._criteria = prompt.shape[1], ending.others
         self._device, self._rounds = prompt.device, list[Emitted]()
 
@@ -328,6 +328,9 @@ class _Text:
         """Take what a round emitted for the row: so much of it as is kept, and whether it ends."""
         count = int(emitted.count[0])
         tokens = torch.from_numpy(emitted.tokens[0, :count])
+        if (missing := self._length + count - self._ids.shape[1]) > 0:
+            more = max(missing, self._ids.shape[1] // 2)
+            self._ids = torch.nn.functional.pad(self._ids, (0, more))
         self._ids[0, self._length : self._length + count] = tokens
         kept = next((n for n in range(1, count + 1) if self._ends_after(n)), None)
         self._rounds.append(replace(emitted, count=np.array([kept or count])))

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -173,8 +173,13 @@ def language_model_in(model: Any) -> PreTrainedModel:
     """The language model inside of a peft model, with the adapters in it; any other as it is.
 
     Raises:
-        OptionError: its adapter is a learned prompt, which no token tree holds.
+        OptionError: it is no model, or its adapter is a learned prompt, which no token tree holds.
     """
+    if not issubclass(type(model), nn.Module):
+        raise OptionError(
+            f"the target is of type {type(model).__name__}; expected a model that transformers has "
+            "loaded: headstart.load takes names and folders."
+        )
     peft: Any = sys.modules.get("peft")  # whoever has such a model has imported it
     if peft is None or not isinstance(model, peft.PeftModel):
         return model

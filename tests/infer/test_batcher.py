@@ -582,8 +582,18 @@ def test_a_thread_without_work_ends_and_nothing_is_kept() -> None:
         if thread.name == "headstart-batcher":
             thread.join(WAIT)
     assert not batcher._works and not batcher._waiting
-    with pytest.raises(OptionError, match="rows is 0"):
-        Batcher(batcher.speculator, rows=0)
+    for rows in (0, 2.5, "2"):
+        with pytest.raises(OptionError, match=f"rows is {rows!r}; expected a whole number"):
+            Batcher(batcher.speculator, rows=rows)  # type: ignore[arg-type]
+
+
+def test_a_text_that_may_be_very_long_takes_memory_as_it_grows() -> None:
+    model, (ids, _) = tiny("llama"), asked(1)[0]
+    new = model.generate(ids, max_new_tokens=60, **GREEDY | {"eos_token_id": None})
+    ends = GREEDY | {"eos_token_id": int(new[0, -1])}
+    expected = model.generate(ids, max_new_tokens=60, **ends)
+    text = Batcher(Speculator(model)).generate(ids, max_new_tokens=10**12, **ends)
+    assert torch.equal(text, expected) and text.shape[1] > 1.5 * ids.shape[1]
 
 
 EXITS = """

@@ -357,6 +357,14 @@ def test_refused_in_one_line(what: str) -> None:
     call()  # and nothing stays broken
 
 
+def test_what_is_no_model_or_no_drafter() -> None:
+    with pytest.raises(OptionError, match=r"target is of type str; .* takes names"):
+        Speculator("ORG/MODEL")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="found a LlamaForCausalLM among the drafters") as caught:
+        Speculator(tiny("gpt2"), tiny("llama"))  # type: ignore[arg-type]
+    one_line(caught.value)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("through", [False, True])
 def test_seeds_of_any_integer_type(rows: int, through: bool) -> None:
