@@ -141,6 +141,12 @@ class Batcher(DecodingMethod):
     def stats(self) -> Stats:  # type: ignore[override]
         return self._own.stats
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for their turn."""
+        with self._lock:
+            return len(self._waiting)
+
     def _write_nothing(self, rows: int) -> None:
         self._own.stats = Stats()
         self._own.stats.drafted = Drafted.nothing(rows)

@@ -165,6 +165,7 @@ class Stream:
                 continue
             drafter = None if emitted.drafter is None else emitted.drafter[only]
             own = Emitted(emitted.count[only], emitted.nodes[only], emitted.tokens[only], drafter)
+            own.drafted = emitted.drafted
             if emitted.logprobs is not None and (most := running.prompt.logprobs) is not None:
                 own.logprobs = emitted.logprobs.of_row(row, most)
             running.text += emitted.tokens[row, : emitted.count[row]].tolist()

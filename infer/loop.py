@@ -128,7 +128,7 @@ class Decoding:
         request, rows = self.request, self.request.rows
         tokens, nodes, met, drafter, logprobs, broken = unpack(request, packed, steps)
         emitted, cut = rows.take(nodes, tokens, met, drafter)
-        emitted.logprobs = logprobs
+        emitted.logprobs, emitted.drafted = logprobs, request.policy.nodes - 1
         if cut or (rows.ended and not self.runner.holds_ended_rows):
             self.runner.restore_ended_rows(emitted.count)
         if cut and self.faults is None:

@@ -23,6 +23,7 @@ class Emitted:
     tokens: np.ndarray  # [B, A] the tokens, the new ones first
     drafter: np.ndarray | None = None  # [B] of several drafters, whose part holds the path
     logprobs: LogProbabilities | None = None  # [B, A], where the request asks for them
+    drafted: int = 0  # nodes of each row's tree below the root
 
     @property
     def depths(self) -> np.ndarray:
@@ -136,6 +137,16 @@ class Stats:
     def rounds(self) -> int:
         """Active row-rounds."""
         return sum(int((emitted.count > 0).sum()) for emitted in self._rounds)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Nodes of the rounds' trees below their roots, of active rows."""
+        return sum(each.drafted * int((each.count > 0).sum()) for each in self._rounds)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Tokens emitted in rounds that were drafted, rather than the target's own."""
+        return sum(int(np.minimum(e.count, e.nodes - 1).sum()) for e in self._rounds)
 
     @property
     def tau(self) -> float:

@@ -39,17 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Load the models, then answer requests until Ctrl-C."""
+    key = _key(options.api_key_env)
+    listening = _bound(options.host, options.port)
     try:
         import uvicorn
+        from prometheus_client import CollectorRegistry  # noqa: F401
         from transformers.cli.serving import chat_completion  # noqa: F401
         from transformers.utils import logging
     except ImportError as error:
         raise UsageError(
             f"serving needs packages that are missing ({error.name}); install them: "
-            "pip install fastapi uvicorn openai"
+            "pip install fastapi uvicorn openai prometheus_client"
         ) from error
-    key = _key(options.api_key_env)
-    listening = _bound(options.host, options.port)
     check_record(options.record)
     speculator = load_speculator(options)
     from headstart import Batcher, Recorder

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from headstart.infer.streamer import hand_on
 from .streamers import Left
 
 if TYPE_CHECKING:
-    from headstart.infer import Emitted, Stats
+    from headstart.infer import Batcher, Emitted, Stats
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -27,29 +28,39 @@ _SECONDS = (
 )
 
 
+_COUNTERS = {
+    "prompt_tokens": "Tokens of the prompts of answers.",
+    "generation_tokens": "Tokens of answers.",
+    "spec_decode_num_drafts": "Rounds of decoding, of each request.",
+    "spec_decode_num_draft_tokens": "Nodes of the rounds' trees below their roots.",
+    "spec_decode_num_accepted_tokens": "Tokens of answers that were drafted.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "Seconds from a request to its first token.",
+    "request_time_per_output_token_seconds": "Mean seconds of a token after the first.",
+    "e2e_request_latency_seconds": "Seconds from a request to its answer's end.",
+}
+
+
 class Metrics:
     """Counts what the requests for one model do.
 
     Args:
         name: of the model, the label `model_name` of each metric.
+        batcher: whose waiting requests are told.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, batcher: Batcher):
         self.registry, self._name = CollectorRegistry(), name
-        self.waiting = self._made(
-            Gauge, "num_requests_waiting", "Requests without a token yet, their prefill included."
-        )
-        self.running = self._made(
-            Gauge, "num_requests_running", "Requests with a token, whose answer goes on."
-        )
-        self.prompts = self._made(Counter, "prompt_tokens", "Tokens of answered prompts.")
-        self.written = self._made(Counter, "generation_tokens", "Tokens of answers.")
-        self.rounds = self._made(
-            Counter, "spec_decode_num_drafts", "Rounds: with the tokens of answers they give τ."
-        )
-        self.accepted = self._made(
-            Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."
-        )
+        self._open, self._lock = 0, threading.Lock()
+        waiting = self._made(Gauge, "num_requests_waiting", "Requests that wait for their turn.")
+        waiting.set_function(lambda: batcher.waiting)
+        running = self._made(Gauge, "num_requests_running", "Requests that are decoded.")
+        running.set_function(lambda: max(self._open - batcher.waiting, 0))
+        self._counters = {name: self._made(Counter, name, said) for name, said in _COUNTERS.items()}
+        self._seconds = {
+            name: self._made(Histogram, name, said) for name, said in _HISTOGRAMS.items()
+        }
         self._by_depth = self._made(
             Counter, "spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their depth in the tree, 0 for the first.", "position",
@@ -58,22 +69,11 @@ class Metrics:
             Counter, "request_success", "Requests that ended, by stop, length, abort or error.",
             "finished_reason",
         )  # fmt: skip
-        self.first = self._made(
-            Histogram, "time_to_first_token_seconds", "Seconds from a request to its first token."
-        )
-        self.each = self._made(
-            Histogram, "request_time_per_output_token_seconds",
-            "Mean seconds of a token after the first.",
-        )  # fmt: skip
-        self.whole = self._made(
-            Histogram, "e2e_request_latency_seconds", "Seconds from a request to its answer's end."
-        )
 
     def _made(self, kind: type[Any], name: str, said: str, *labels: str) -> Any:
         options: dict[str, Any] = {"buckets": _SECONDS} if kind is Histogram else {}
-        made = kind(
-            f"headstart:{name}", said, ("model_name", *labels), registry=self.registry, **options
-        )
+        names = ("model_name", *labels)
+        made = kind(f"headstart:{name}", said, names, registry=self.registry, **options)
         return made if labels else made.labels(self._name)
 
     def told(self) -> bytes:
@@ -82,60 +82,59 @@ class Metrics:
 
     @contextmanager
     def request(self, prompt: int, streamer: Any) -> Iterator[Watched]:
-        """Count a request with a prompt of so many tokens while it is decoded."""
-        watched = Watched(self, prompt, streamer)
+        """Count a request with a prompt of so many tokens, which is decoded meanwhile."""
+        watched = Watched(streamer)
+        with self._lock:
+            self._open += 1
         try:
             yield watched
+            self._count(prompt, watched)
         except BaseException as error:
-            watched.close("abort" if isinstance(error, Left) else "error")
+            watched.reason = "abort" if isinstance(error, Left) else "error"
             raise
+        finally:
+            self._ended.labels(self._name, watched.reason).inc()
+            with self._lock:
+                self._open -= 1
 
-    def count(self, stats: Stats, prompt: int, tokens: int) -> None:
-        """Add what an answer of so many tokens took."""
-        self.prompts.inc(prompt)
-        self.written.inc(tokens)
-        self.rounds.inc(stats.rounds)
+    def _count(self, prompt: int, watched: Watched) -> None:
+        stats, written, seconds = watched.stats, watched.written, self._seconds
+        now = time.perf_counter()
+        counts = (prompt, written, stats.rounds, stats.drafted_tokens, stats.accepted_tokens)
+        for name, count in zip(_COUNTERS, counts, strict=True):
+            self._counters[name].inc(count)
         depths = stats.drafted.depths
-        by_depth = np.bincount(depths[depths > 0])[1:].tolist()
-        self.accepted.inc(sum(by_depth))
-        for position, number in enumerate(by_depth):
-            self._by_depth.labels(self._name, str(position)).inc(number)
-
-    def end(self, reason: str) -> None:
-        """Count a request that ended so."""
-        self._ended.labels(self._name, reason).inc()
+        for position, count in enumerate(np.bincount(depths[depths > 0])[1:].tolist()):
+            self._by_depth.labels(self._name, str(position)).inc(count)
+        seconds["time_to_first_token_seconds"].observe(watched.first - watched.asked)
+        seconds["e2e_request_latency_seconds"].observe(now - watched.asked)
+        if written > 1:
+            mean = (now - watched.first) / (written - 1)
+            seconds["request_time_per_output_token_seconds"].observe(mean)
 
 
 class Watched(RoundStreamer):
-    """A request's streamer, which also tells when the first token is there."""
+    """A request's streamer that also tells when the first token is there.
 
-    def __init__(self, metrics: Metrics, prompt: int, streamer: Any):
-        self._metrics, self._prompt, self._own = metrics, prompt, streamer
-        self._asked, self._first = time.perf_counter(), 0.0
-        metrics.waiting.inc()
+    Attributes:
+        asked, first: when the request and its first token came, in seconds.
+        reason, stats, written: why the request ended, what its rounds did, and the number of its
+            answer's tokens; set once it has ended.
+    """
+
+    reason: str
+    stats: Stats
+    written: int
+
+    def __init__(self, streamer: Any):
+        self._own, self.asked, self.first = streamer, time.perf_counter(), 0.0
 
     def put(self, value: Any) -> None:
         self._own.put(value)
 
     def put_round(self, emitted: Emitted) -> None:
-        if not self._first:
-            self._first = time.perf_counter()
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
-            self._metrics.first.observe(self._first - self._asked)
+        self.first = self.first or time.perf_counter()
         hand_on(self._own, emitted)
 
     def end(self) -> None:
         self._own.end()
-
-    def close(self, reason: str, stats: Stats | None = None, tokens: int = 0) -> None:
-        """Count the request as one that has ended, with an answer of so many tokens."""
-        metrics, now = self._metrics, time.perf_counter()
-        (metrics.running if self._first else metrics.waiting).dec()
-        metrics.end(reason)
-        if stats is None:
-            return
-        metrics.count(stats, self._prompt, tokens)
-        metrics.whole.observe(now - self._asked)
-        if tokens > 1:
-            metrics.each.observe((now - self._first) / (tokens - 1))

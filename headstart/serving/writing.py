@@ -100,7 +100,7 @@ class Writer:
 
     def __init__(self, batcher: Batcher, name: str, recorder: Recorder | None):
         self._batcher, self._context = batcher, trained_context(batcher.model)
-        self._recorder, self.metrics = recorder, Metrics(name)
+        self._recorder, self.metrics = recorder, Metrics(name, batcher)
 
     @property
     def stats(self) -> Stats:
@@ -250,8 +250,8 @@ class Manager(GenerateManager):
                 if ended or any(bool(each(text, None)) for each in criteria):
                     # Handlers take an answer of that length for one that was cut.
                     config.max_new_tokens = None
-                reason = "stop" if config.max_new_tokens is None else "length"
-                watched.close(reason, self._writer.stats, text.shape[-1] - prompt)
+                watched.reason = "stop" if config.max_new_tokens is None else "length"
+                watched.stats, watched.written = self._writer.stats, text.shape[-1] - prompt
             return text
 
         return run

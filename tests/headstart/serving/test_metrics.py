@@ -62,6 +62,8 @@ def test_answers_are_counted(client: Any) -> None:
     rounds = found["spec_decode_num_drafts_total"]
     assert accepted == sum(depths) > 0
     assert accepted + rounds >= found["generation_tokens_total"] - 3
+    nodes = speaker(512).tree.nodes - 1
+    assert found["spec_decode_num_draft_tokens_total"] == rounds * nodes > accepted
 
 
 def test_requests_that_go_on_or_end_early_are_counted(

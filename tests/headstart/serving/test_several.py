@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="needs fastapi, uvicorn and openai"
 )
 ASKED = [{"role": "user", "content": "say something"}]
-CHAT: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 24}
-TEXT: dict[str, Any] = {"model": "talker", "max_tokens": 16, "temperature": 1.2, "seed": 4}
+CHAT: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 12}
+TEXT: dict[str, Any] = {"model": "talker", "max_tokens": 8, "temperature": 1.2, "seed": 4}
 SAMPLED: dict[str, Any] = {"temperature": 1.2, "seed": 4}
 
 
@@ -66,7 +66,7 @@ def test_several_answers_are_streamed_in_one_stream(client: Any, apart: bool) ->
 
 
 def test_prompts_may_be_several_and_token_ids(client: Any, spoken: Any) -> None:
-    create, texts = client.completions.create, ["once upon", "a time", "there"]
+    create, texts = client.completions.create, ["once upon", "a time"]
     alone = [create(prompt=text, **TEXT) for text in texts]
     ids = [spoken.tokenizer.encode(text) for text in texts]
     assert create(prompt=ids[0], **TEXT).choices == alone[0].choices
@@ -75,11 +75,11 @@ def test_prompts_may_be_several_and_token_ids(client: Any, spoken: Any) -> None:
         assert [each.text for each in found.choices] == [each.choices[0].text for each in alone]
         assert found.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
         two = create(prompt=prompts, n=2, **TEXT)
-        assert [each.index for each in two.choices] == list(range(6))
+        assert [each.index for each in two.choices] == list(range(4))
         assert [each.text for each in two.choices[::2]] == [each.text for each in found.choices]
         assert two.choices[1].text != two.choices[0].text
         assert two.usage.prompt_tokens == found.usage.prompt_tokens
-    streamed = ["", "", ""]
+    streamed = ["", ""]
     for part in create(prompt=ids, stream=True, **TEXT):
         for choice in part.choices:
             streamed[choice.index] += choice.text
