@@ -143,6 +143,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "validation": ({"decode": {"new_tokens": 100}}, r"decode\.new_tokens 100 make 140 tokens"),
     "held-out": ({"decode": {"prompts": 50}}, "for bench, expected 50; give more documents"),
     "prompts": ({"distill": {"prefix_tokens": 3}}, "of at most 3 tokens"),
+    "earlier": ({"distill": {"earlier": "nowhere"}}, "distill.earlier: nowhere holds no manifest"),
+    "writing": ({"distill": {"drafter": "./nowhere"}}, "nowhere"),
     "tree": ({"decode": {"tree": "chain:4"}}, "decode.tree is 4 deep, but a medusa drafter"),
     "loss": ({"train": {"feature_weight": 1.0}}, "feature_weight"),
     "depth": ({"drafter": {"heads": 4000}}, "drafter.heads is 4000, but a training row has"),

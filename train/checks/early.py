@@ -13,10 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.core import finish_of_sharded
 
 from ..data.corpus import build_corpus, load_documents
+from ..data.earlier import earlier_rows
 from ..data.hub import commit_of, hub_source
 from ..data.prefixes import Part, make_prefixes, recipe_prompts
 from ..data.reading import source_bytes
 from ..data.writers.counting import LOOKED_AT, look
+from ..data.writers.drafting import drafter_source
 from ..losses import loss_of
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
@@ -50,6 +52,10 @@ def check_run(
         finish_of_sharded(plan.target.config.get_text_config(decoder=True))
     needs: Needs = needs_of(recipe, plan)
     check_needs(recipe, needs, processes)
+    if plan.drafter.learns():
+        earlier_rows(recipe.distill, plan.tokenizer)
+        if recipe.distill.writer == "own" and recipe.distill.drafter is not None:
+            drafter_source(recipe.distill.drafter)
     size = corpus_bytes(recipe)
     if size is not None and size <= _SMALL and plan.tokenizer is not None:
         with tempfile.TemporaryDirectory(prefix="headstart-") as folder:

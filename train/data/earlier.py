@@ -23,6 +23,32 @@ logger = logging.getLogger(__name__)
 _SHARD = "train-earlier"  # its name, which sorts after those with numbers
 
 
+def earlier_rows(spec: Distill, tokenizer: PreTrainedTokenizerBase | None) -> Rows | None:
+    """The rows of `spec.earlier`; None where none are asked for.
+
+    Args:
+        tokenizer: None while it is not known.
+
+    Raises:
+        DistillError: there are none, or another tokenizer made them.
+    """
+    if spec.earlier is None or not spec.earlier_share:
+        return None
+    written = Path(spec.earlier) / MANIFEST
+    if not written.is_file():
+        raise DistillError(
+            f"distill.earlier: {spec.earlier} holds no {MANIFEST}; expected the folder `distill` "
+            "of a run."
+        )
+    known = json.loads(written.read_text(encoding="utf-8"))["tokenizer_hash"]
+    if tokenizer is not None and known != tokenizer_hash(tokenizer):
+        raise DistillError(
+            f"distill.earlier: the rows in {spec.earlier} are of another tokenizer; set "
+            "distill.earlier=null."
+        )
+    return Rows.load(Path(spec.earlier))
+
+
 def add_earlier(
     spec: Distill, folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> dict[str, int]:
@@ -30,25 +56,13 @@ def add_earlier(
 
     They are drawn by the seed, until they have `spec.earlier_share` of all supervised tokens.
 
-    Raises:
-        DistillError: there are none, or another tokenizer made them.
+    Raises DistillError, see `earlier_rows`.
     """
-    if spec.earlier is None or not spec.earlier_share:
+    earlier = earlier_rows(spec, tokenizer)
+    if earlier is None:
         return {}
-    found, written = Rows.load(folder), Path(spec.earlier) / MANIFEST
+    found = Rows.load(folder)
     new = sum(info["supervised"] for info in found.info if not info.get("earlier"))
-    if not written.is_file():
-        raise DistillError(
-            f"distill.earlier: {spec.earlier} holds no {MANIFEST}; expected the folder `distill` "
-            "of a run."
-        )
-    known = json.loads(written.read_text(encoding="utf-8"))["tokenizer_hash"]
-    if known != tokenizer_hash(tokenizer):
-        raise DistillError(
-            f"distill.earlier: the rows in {spec.earlier} are of another tokenizer; set "
-            "distill.earlier=null."
-        )
-    earlier = Rows.load(Path(spec.earlier))
     due = new * spec.earlier_share / (1 - spec.earlier_share)
     order = torch.randperm(len(earlier), generator=torch.Generator().manual_seed(seed)).tolist()
     taken = 0

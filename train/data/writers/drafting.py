@@ -40,6 +40,17 @@ _TRIAL_TOKENS = 32  # new tokens of each row in a trial
 _NUMBERS = 1 << 24  # random ones that are drawn at once
 
 
+def drafter_source(name: str) -> DrafterSource:
+    """The drafter `distill.drafter`. Raises as `Drafting` does, for what its files show."""
+    source = DrafterSource(name)
+    if source.kind is SourceKind.ARTIFACT and source.manifest.adapter_sha256:
+        raise DistillError(
+            f"distill.drafter {name} changes the target by an adapter, and rows "
+            "are the text of the target as it is; take another drafter, or null."
+        )
+    return source
+
+
 class Drafting:
     """The speculator that writes, chosen once for all processes and for every resumed run.
 
@@ -63,13 +74,7 @@ class Drafting:
         self.used = False
         self._drafted = None
         if spec.drafter is not None:
-            source = DrafterSource(spec.drafter)
-            if source.kind is SourceKind.ARTIFACT and source.manifest.adapter_sha256:
-                raise DistillError(
-                    f"distill.drafter {spec.drafter} changes the target by an adapter, and rows "
-                    "are the text of the target as it is; take another drafter, or null."
-                )
-            self._drafted = load(model, source, tokenizer=tokenizer)
+            self._drafted = load(model, drafter_source(spec.drafter), tokenizer=tokenizer)
 
     def choose(self, prompts: Sequence[Tensor]) -> None:
         """Decide by a trial on these prompts [P], or as it was decided; all processes must call.
