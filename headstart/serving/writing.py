@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -66,6 +69,22 @@ def said_of(error: Exception) -> dict[str, str]:
     return {"message": failed, "type": "server_error"}
 
 
+_WAITS = 5.0  # seconds in which answers end when the interpreter ends
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_lefts: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_answers() -> None:
+    """End what is written before the interpreter ends, which would abort it amid torch's code."""
+    for left in [*_lefts]:
+        left.set()
+    limit = time.monotonic() + _WAITS
+    for thread in [*_threads]:
+        thread.join(max(limit - time.monotonic(), 0))
+
+
 def in_thread(run: Callable[[], Any]) -> Future[Any]:
     """What a function returns or raises in a thread of its own."""
     future: Future[Any] = Future()
@@ -77,7 +96,9 @@ def in_thread(run: Callable[[], Any]) -> Future[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = threading.Thread(target=work, name="headstart-answers", daemon=True)
+    _threads.add(thread)
+    thread.start()
     return future
 
 
@@ -167,6 +188,7 @@ class Manager(GenerateManager):
     def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop, raises: bool):
         self.pieces, self.told = Pieces(raises), list[Told]()
         self._writer, self._loop, self._left = writer, loop, threading.Event()
+        _lefts.add(self._left)
 
     def cancel(self) -> None:
         """End the answer, whose client has left, with the round that is decoded now."""

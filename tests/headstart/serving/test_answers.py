@@ -4,6 +4,8 @@ import asyncio
 import http.client
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -472,3 +474,38 @@ def test_the_rate_is_without_the_time_of_waiting(
     with served(batcher) as client:
         post(client, "/v1/chat/completions", BODY)
     assert "1 token in 0.50 s (2/s)" in capfd.readouterr().err
+
+
+EXITS = """
+import atexit, threading
+said = lambda: print(*(each.name for each in threading.enumerate() if "answers" in each.name))
+atexit.register(said)  # called last
+from transformers import GenerationConfig
+from headstart.infer import Batcher
+from headstart.serving.streamers import UntilLeft
+from headstart.serving.writing import Manager, Writer, in_thread
+from tests.support.served import speaker
+
+batcher, begun = Batcher(speaker(512), 1), threading.Event()
+manager = Manager(Writer(batcher, "talker", None), None, True)
+
+class Begins(UntilLeft):
+    def put_round(self, emitted):
+        super().put_round(emitted)
+        begun.set()
+
+def answer():
+    while True:
+        inputs = batcher.tokenizer("once upon", return_tensors="pt")
+        config = GenerationConfig(max_new_tokens=400)
+        manager._generation(batcher.tokenizer, inputs, config, Begins(manager._left, None))()
+
+in_thread(answer)
+begun.wait()
+"""
+
+
+def test_nothing_is_written_any_more_when_the_interpreter_ends() -> None:
+    """It would be ended amid torch's code, which aborts the process."""
+    ran = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.split()) == (0, []), ran.stderr
