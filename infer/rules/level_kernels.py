@@ -62,7 +62,9 @@ def _judge(
                 there = tl.load(valid + first + child) != 0
             q_x = tl.cast(1.0, weight.dtype)
             if DRAWN:
-                if (level == 0) & (((turns >> turn) & 1) == 1):
+                # A shift by as many bits as there are, or more, is not defined.
+                of_turn = (tl.cast(turns, tl.int64) >> tl.minimum(turn, 63)) & 1
+                if (level == 0) & (of_turn == 1):
                     tl.debug_barrier()
                     _copy(
                         source + (row * groups + tl.maximum(of, 0)) * vocab, q, vocab, along, BLOCK
