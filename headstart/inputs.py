@@ -343,6 +343,7 @@ def read_documents(options: argparse.Namespace) -> list[Any]:
 def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
     from headstart.train.data.documents import render_chat
+    from headstart.train.data.tokenising import prompt_tokens
 
     tokenizer: Any = speculator.tokenizer
     chat = bool(document.messages and tokenizer.chat_template)
@@ -350,7 +351,7 @@ def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     if chat:
         text = render_chat(tokenizer, document.messages, document.tools)
     # A prompt may be longer than the model's context: `limit` cuts it.
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
+    ids = prompt_tokens(tokenizer, text, not chat).input_ids
     if ids.shape[1] == 0:
         raise UsageError(f"{document.id}: the prompt has no token in this model's vocabulary")
     return ids[:, :limit]

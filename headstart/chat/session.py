@@ -12,6 +12,7 @@ from headstart.infer.generate_options import GenerateOptions
 from headstart.show.figures import Figures
 from headstart.terminal import UsageError
 from headstart.train.data.documents import Message, plain_chat, render_chat
+from headstart.train.data.tokenising import prompt_tokens
 
 from .streamer import ChatStreamer, Stopped
 
@@ -161,8 +162,7 @@ class Session:
         messages = [*before, {"role": "user", "content": message}]
         tokenizer: Any = self.tokenizer
         text = render_chat(tokenizer, messages) if self.templated else plain_chat(messages)
-        special = not self.templated  # a template writes its own
-        found = tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False)
+        found = prompt_tokens(tokenizer, text, not self.templated)
         if found.input_ids.shape[1] == 0:
             raise UsageError("the message has no token in this model's vocabulary; write another")
         return found.input_ids

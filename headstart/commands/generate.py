@@ -110,11 +110,12 @@ def run(options: argparse.Namespace) -> int:
 def _encode(tokenizer: Any, prompt: str, messages: list[dict[str, str]] | None) -> Any:
     """The prompt's `input_ids` [1, P] and mask; of a chat as the tokenizer's template writes it."""
     from headstart.train.data.documents import render_chat
+    from headstart.train.data.tokenising import prompt_tokens
 
     if messages and not tokenizer.chat_template:
         raise UsageError("the target's tokenizer has no chat template; leave out --chat")
     text = render_chat(tokenizer, messages) if messages else prompt
-    found = tokenizer(text, return_tensors="pt", add_special_tokens=not messages, verbose=False)
+    found = prompt_tokens(tokenizer, text, not messages)
     if found.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
     return found

@@ -16,6 +16,7 @@ from headstart.heads.core import counted
 from headstart.inputs import load_speculator
 from headstart.reports.tables import print_apart, titled, to_json
 from headstart.terminal import UsageError, visible
+from headstart.train.data.tokenising import prompt_tokens
 
 
 def print_tree(name: str, tree: str | None, as_json: bool = False) -> int:
@@ -62,7 +63,7 @@ def print_round(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     from .trees import draw_round, token_name
 
     tokenizer: Any = speculator.tokenizer
-    inputs = tokenizer(options.prompt, return_tensors="pt", verbose=False).to(speculator.device)
+    inputs = prompt_tokens(tokenizer, options.prompt, True).to(speculator.device)
     if inputs.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
     tree = speculator.tree_of(1, options.temperature)

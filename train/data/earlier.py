@@ -40,7 +40,7 @@ def earlier_rows(spec: Distill, tokenizer: PreTrainedTokenizerBase | None) -> Ro
             f"distill.earlier: {spec.earlier} holds no {MANIFEST}; expected the folder `distill` "
             "of a run."
         )
-    known = json.loads(written.read_text(encoding="utf-8"))["tokenizer_hash"]
+    known = json.loads(written.read_text(encoding="utf-8")).get("tokenizer_hash")
     if tokenizer is not None and known != tokenizer_hash(tokenizer):
         raise DistillError(
             f"distill.earlier: the rows in {spec.earlier} are of another tokenizer; set "

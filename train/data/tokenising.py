@@ -136,6 +136,19 @@ class Encoder:
         return [_packed(encoding.ids) for encoding in found]
 
 
+def prompt_tokens(tokenizer: Any, text: str, special: bool) -> Any:
+    """The `input_ids` [1, P] of a prompt, and their mask, without tokens that are added behind it.
+
+    Args:
+        special: whether the tokenizer adds any; a chat template has written its own.
+    """
+    found = tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False)
+    if special and (behind := _added_behind(tokenizer)):
+        for name, entries in found.items():
+            found[name] = entries[:, :-behind]
+    return found
+
+
 def _added_behind(tokenizer: Any) -> int:
     """How many tokens a tokenizer adds behind a text."""
     whole, bare = (

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import pydantic
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
@@ -56,6 +55,8 @@ def test_an_answer_has_the_form_of_a_schema(client: Any, temperature: float) -> 
 
 
 def test_an_answer_is_parsed_as_the_clients_own_type(client: Any) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
     class Part(pydantic.BaseModel):
         size: Literal["small", "large"]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.train.data import tokenising
 from headstart.train.data.documents import Document
-from headstart.train.data.tokenising import Encoder, Ragged, tokenise
+from headstart.train.data.tokenising import Encoder, Ragged, prompt_tokens, tokenise
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.chats import CHATML, chat_tokenizer
 
@@ -71,6 +71,10 @@ def test_tokens_behind_a_text_are_left_out(
         assert own[-1] == end
         with_it, without = (ids.tolist() for ids in encoder([(text, True), (text, False)]))
         assert with_it == own[:-1] == [end] * before + without
+        prompt = prompt_tokens(tokenizer, text, True)
+        assert prompt.input_ids[0].tolist() == with_it
+        assert prompt.attention_mask[0].tolist() == [1] * len(with_it)
+        assert prompt_tokens(tokenizer, text, False).input_ids[0].tolist() == without
 
 
 PIECES = [
