@@ -267,7 +267,10 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     assert FOREIGN.search("cd /wo" + "rk/main")
 
 
-LACKING = {"datasets", "deepspeed", "fastapi", "liger_kernel", "openai", "pydantic", "torchao"}
+LACKING = {
+    "datasets", "deepspeed", "fastapi", "liger_kernel", "llguidance", "openai", "prometheus_client",
+    "pydantic", "torchao",
+}  # fmt: skip
 """What a machine with a GPU to measure on need not have; `docs/gpu.md` runs the tests there."""
 
 

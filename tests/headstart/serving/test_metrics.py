@@ -10,11 +10,10 @@ from transformers.utils.import_utils import is_serve_available
 from headstart.infer import Batcher
 from tests.support.served import served, speaker
 
-pytest.importorskip("prometheus_client")
+parser: Any = pytest.importorskip("prometheus_client.parser")
 if not is_serve_available():
     pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
 
-from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.serving.metrics import Watched
 
@@ -33,7 +32,7 @@ def told(client: Any) -> dict[str, float]:
     """Each sample by its name without `headstart:`, and by its label beside the model's."""
     text = client.get("../metrics", cast_to=object, options={"headers": {"Accept": "text/plain"}})
     found = {}
-    for family in text_string_to_metric_families(str(text)):
+    for family in parser.text_string_to_metric_families(str(text)):
         for sample in family.samples:
             others = {k: v for k, v in sample.labels.items() if k not in ("model_name", "le")}
             assert sample.labels["model_name"] == "talker"
