@@ -14,9 +14,6 @@ parser: Any = pytest.importorskip("prometheus_client.parser")
 if not is_serve_available():
     pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
 
-
-from headstart.serving.metrics import Watched
-
 CHAT: dict[str, Any] = {
     "model": "talker", "messages": [{"role": "user", "content": "a secret"}], "temperature": 0,
 }  # fmt: skip
@@ -68,6 +65,8 @@ def test_answers_are_counted(client: Any) -> None:
 def test_requests_that_go_on_or_end_early_are_counted(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from headstart.serving.metrics import Watched
+
     put_round = Watched.put_round
 
     def slowly(self: Watched, emitted: Any) -> None:
