@@ -192,6 +192,8 @@ class GrammarForm(Form):
             begin, end = self._thoughts
             if _starts(written, begin) or _last(prompt, begin) > _last(prompt, end):
                 if not (over := _places(written, end)).size:
+                    for token in self._tokens.ends:  # a text that ends here has not the form
+                        bits[token // 8] &= 255 - (1 << token % 8)
                     return True
                 written = written[over[0] + len(end) :]
             elif _starts(begin, written):
@@ -201,8 +203,8 @@ class GrammarForm(Form):
         if begun:
             allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: len(bits)]
             bits[: len(allowed)] = allowed
-            if error := self._matcher.get_error():
-                logger.warning(f"the grammar is too complex to go on: {_said(error)}")
+            if self._matcher.is_error():  # what it says may repeat the text
+                logger.warning("a grammar became too complex to go on; simplify it.")
                 return False
         for token in before:
             bits[token // 8] |= 1 << token % 8

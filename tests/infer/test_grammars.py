@@ -193,6 +193,7 @@ def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) ->
     found = processor(row_of(speculator, text), scores)[0].isfinite()
     letters = (letter for letter in "12[x" if found[tokens_of(speculator, letter)[0]])
     assert "".join(letters) == follows
+    assert not found[tokens.ends].any()  # which none of them may be followed by
 
 
 @pytest.mark.parametrize(
