@@ -41,14 +41,15 @@ from .trees.by_request import heat_of
 
 _WAITS = 5.0  # seconds in which a thread ends that decodes when the interpreter ends
 
-_exits = threading.Event()
+_exits, _starts = threading.Event(), threading.Lock()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
     """End what decodes before the interpreter ends, which would abort it amid torch's code."""
-    _exits.set()
+    with _starts:  # from now on none is
+        _exits.set()
     for thread in [*_threads]:
         thread.join(_WAITS)
 
@@ -167,9 +168,7 @@ class Batcher(DecodingMethod):
             self._waiting.append(job)
             if not self._works:
                 self._works = True
-                works = threading.Thread(target=self._work, name="headstart-batcher", daemon=True)
-                _threads.add(works)
-                works.start()
+                self._start()
         if job.manner is None:
             if (seeds := request.sampling.seeds) is not None:
                 given = given._replace(seed=seeds.tolist())  # which may have been drawn just now
@@ -181,6 +180,14 @@ class Batcher(DecodingMethod):
         if not config.return_dict_in_generate:
             return text
         return GenerateDecoderOnlyOutput(sequences=text)  # type: ignore[arg-type]
+
+    def _start(self) -> None:
+        """Let a thread decode what waits; none when the interpreter ends."""
+        with _starts:
+            if not _exits.is_set():
+                works = threading.Thread(target=self._work, name="headstart-batcher", daemon=True)
+                _threads.add(works)
+                works.start()
 
     def _follow(self, job: _Job, depth: int, text: _Text, streamer: BaseStreamer | None) -> Tensor:
         """Take a request's text as it is written, until it or its criteria end it: [1, P + new]."""
