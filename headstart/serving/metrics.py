@@ -27,7 +27,6 @@ _SECONDS = (
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
 )
 
-
 _COUNTERS = {
     "prompt_tokens": "Tokens of the prompts of answers.",
     "generation_tokens": "Tokens of answers.",
@@ -51,7 +50,7 @@ class Metrics:
     """
 
     def __init__(self, name: str, batcher: Batcher):
-        self.registry, self._name = CollectorRegistry(), name
+        self._registry, self._name = CollectorRegistry(), name
         self._open, self._lock = 0, threading.Lock()
         waiting = self._made(Gauge, "num_requests_waiting", "Requests that wait for their turn.")
         waiting.set_function(lambda: batcher.waiting)
@@ -73,12 +72,12 @@ class Metrics:
     def _made(self, kind: type[Any], name: str, said: str, *labels: str) -> Any:
         options: dict[str, Any] = {"buckets": _SECONDS} if kind is Histogram else {}
         names = ("model_name", *labels)
-        made = kind(f"headstart:{name}", said, names, registry=self.registry, **options)
+        made = kind(f"headstart:{name}", said, names, registry=self._registry, **options)
         return made if labels else made.labels(self._name)
 
     def told(self) -> bytes:
         """All of them in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
     @contextmanager
     def request(self, prompt: int, streamer: Any) -> Iterator[Watched]:

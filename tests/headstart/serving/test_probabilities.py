@@ -1,6 +1,6 @@
 """Log-probabilities of an answer are the target's own, of the tokens whose text it has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 
-from headstart.infer import Batcher, Emitted, LogProbabilities
+from headstart.infer import Emitted, LogProbabilities
 from tests.support.chats import CHATML, chat_tokenizer
-from tests.support.served import served, speaker
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="needs fastapi, uvicorn and openai"
@@ -23,17 +22,6 @@ CHAT: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 20, 
 TEXT: dict[str, Any] = {"model": "talker", "prompt": "once upon", "max_tokens": 20}
 _E = str(chat_tokenizer(CHATML).convert_tokens_to_ids("e"))
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "seed": 5, "logit_bias": {_E: 3}}
-
-
-@pytest.fixture(scope="module")
-def spoken() -> Any:
-    return speaker(256)
-
-
-@pytest.fixture(scope="module", params=[1, 4], ids=["alone", "together"])
-def client(spoken: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    with served(Batcher(spoken, request.param)) as client:
-        yield client
 
 
 def by_hand(spoken: Any, prompt: list[int], answer: str) -> torch.Tensor:

@@ -3,14 +3,11 @@
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from transformers.utils.import_utils import is_serve_available
-
-from headstart.infer import Batcher
-from tests.support.served import served, speaker
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="needs fastapi, uvicorn and openai"
@@ -19,17 +16,6 @@ ASKED = [{"role": "user", "content": "say something"}]
 CHAT: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 12}
 TEXT: dict[str, Any] = {"model": "talker", "max_tokens": 8, "temperature": 1.2, "seed": 4}
 SAMPLED: dict[str, Any] = {"temperature": 1.2, "seed": 4}
-
-
-@pytest.fixture(scope="module")
-def spoken() -> Any:
-    return speaker(256)
-
-
-@pytest.fixture(scope="module", params=[1, 4], ids=["alone", "together"])
-def client(spoken: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    with served(Batcher(spoken, request.param)) as client:
-        yield client
 
 
 def test_seeds_of_several_answers_count_up(client: Any) -> None:
