@@ -179,8 +179,9 @@ class DecodingMethod(ABC):
             given.set(do_sample=False, temperature=1.0)
         given.take_stop_strings(tokenizer, self._criterion_of)
         copies = given.get("num_return_sequences") or 1
-        tokens_of = functools.partial(self._tokens_of, tokenizer, given.end_tokens())
-        take_grammar(options, input_ids, copies, tokens_of)
+        take_grammar(
+            options, input_ids, copies, lambda: self._tokens_of(tokenizer, given.end_tokens())
+        )
         if input_ids is not None and "inputs_embeds" not in options:
             check_not_empty(input_ids)
         if given.get("max_new_tokens") == 0 and input_ids is not None:
