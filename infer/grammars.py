@@ -25,6 +25,8 @@ from headstart.heads.core.forms import Form
 
 logger = logging.getLogger(__name__)
 
+_KNOWN = 256  # texts after which the allowed tokens are kept, V / 8 bytes each
+
 _SPACE = r"( |\n{1,2}[ \t]{0,40})?"
 """The space between two tokens of JSON. Without a bound, small models write nothing else."""
 
@@ -172,43 +174,80 @@ class GrammarForm(Form):
     def __init__(self, grammar: Grammar, tokens: GrammarTokens, begin: int):
         self._tokens, self._begin = tokens, begin
         self._thoughts = grammar.thoughts and tuple(map(tokens.ids, grammar.thoughts))
-        self._matcher = _library().LLMatcher(tokens.prepared, grammar.source, log_level=0)
-        self._read: list[int] = []  # what the matcher has read
-        if error := self._matcher.get_error():
+        self._fresh = _library().LLMatcher(tokens.prepared, grammar.source, log_level=0)
+        if error := self._fresh.get_error():
             raise OptionError(f"the grammar cannot be used: {_said(error)}; simplify it.")
+        self._matcher, self._read = self._fresh.deep_copy(), list[int]()  # what it has read
+        self._known: dict[tuple[bytes, int], tuple[bool, np.ndarray]] = {}  # of texts, see `allow`
 
     def again(self) -> Self:
         """The same form, for another row."""
         found = copy.copy(self)
-        found._matcher, found._read = self._matcher.deep_copy(), [*self._read]
+        found._fresh, found._matcher = self._fresh.deep_copy(), self._fresh.deep_copy()
+        found._read, found._known = [], {}
         return found
 
     def allow(self, text: np.ndarray, bits: np.ndarray) -> bool:
-        prompt, written = text[: self._begin], text[self._begin :]
-        if np.isin(written, self._tokens.ends).any():
+        # Verification asks again what drafting has asked.
+        key = text.tobytes(), len(bits)
+        if key not in self._known:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            own = bits.copy()
+            self._known[key] = self._allow(text, own), own
+        found, bits[:] = self._known[key]
+        return found
+
+    def forced(self, text: np.ndarray) -> int:
+        written, before = self._of_form(text)
+        if self._ended(text) or before or written is None or self._mask(written.tolist()) is None:
+            return -1
+        if forced := self._matcher.compute_ff_tokens():
+            return forced[0]
+        ends = self._tokens.ends
+        return ends[0] if self._matcher.is_stopped() else -1
+
+    def _ended(self, text: np.ndarray) -> bool:
+        return bool(np.isin(text[self._begin :], self._tokens.ends).any())
+
+    def _allow(self, text: np.ndarray, bits: np.ndarray) -> bool:
+        if self._ended(text):
             return True  # what follows is padding
-        before: list[int] = []  # tokens by which thoughts may begin
-        if self._thoughts is not None:
-            begin, end = self._thoughts
-            if _starts(written, begin) or _last(prompt, begin) > _last(prompt, end):
-                if not (over := _places(written, end)).size:
-                    for token in self._tokens.ends:  # a text that ends here has not the form
-                        bits[token // 8] &= 255 - (1 << token % 8)
-                    return True
-                written = written[over[0] + len(end) :]
-            elif _starts(begin, written):
-                before = begin[len(written) :][:1].tolist()
+        written, before = self._of_form(text)
+        if written is None:
+            for token in self._tokens.ends:  # a text that ends here has not the form
+                bits[token // 8] &= 255 - (1 << token % 8)
+            return True
         bits.fill(0)
-        begun = self._goes_on(written.tolist())
-        if begun:
-            allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: len(bits)]
+        mask = self._mask(written.tolist())
+        if mask is not None:
+            allowed = np.frombuffer(mask, dtype=np.uint8)[: len(bits)]
             bits[: len(allowed)] = allowed
-            if self._matcher.is_error():  # what it says may repeat the text
-                logger.warning("a grammar became too complex to go on; simplify it.")
-                return False
         for token in before:
             bits[token // 8] |= 1 << token % 8
-        return begun or bool(before)
+        return mask is not None or bool(before)
+
+    def _of_form(self, text: np.ndarray) -> tuple[np.ndarray | None, list[int]]:
+        """The tokens that the form is of, None during thoughts; and those thoughts may begin by."""
+        prompt, written = text[: self._begin], text[self._begin :]
+        if self._thoughts is None:
+            return written, []
+        begin, end = self._thoughts
+        if _starts(written, begin) or _last(prompt, begin) > _last(prompt, end):
+            over = _places(written, end)
+            return (written[over[0] + len(end) :] if over.size else None), []
+        return written, begin[len(written) :][:1].tolist() if _starts(begin, written) else []
+
+    def _mask(self, written: list[int]) -> bytes | None:
+        """The bits of what may follow these tokens; None where no text of the form begins so."""
+        for _ in range(2):
+            mask = self._matcher.compute_bitmask() if self._goes_on(written) else None
+            if not self._matcher.is_error():
+                return mask
+            # Perhaps only together with drafts, which it has read as well.
+            self._matcher, self._read = self._fresh.deep_copy(), []
+        logger.warning("a grammar became too complex to go on; simplify it.")  # not its own words,
+        return None  # which may repeat the text
 
     def _goes_on(self, written: list[int]) -> bool:
         """Whether a text of the form begins with these tokens, which the matcher has then read."""

@@ -13,6 +13,7 @@ from transformers import StoppingCriteriaList
 
 from headstart.heads import DrafterGroup, Sampling, SlabCache, TokenTree
 from headstart.heads.core import free_bytes, in_steps
+from headstart.heads.core.forms import texts_of
 
 from .rows import Rows
 from .rules.registry import GREEDY, Rule
@@ -145,6 +146,10 @@ class Request:
         if self.keeps_text:
             missing = self.target.cache.capacity + self._padded - self.text.ids.shape[1]
             self.text.ids = pad(self.text.ids, (0, missing), value=self.pad)
+
+    def texts(self) -> list[np.ndarray]:
+        """The rows' texts up to their roots, where the host reads texts; [T] int64 each."""
+        return texts_of(self.text.ids, self.lengths + self.offset[:, 0])
 
     def refill_text(self, rows: Tensor, ids: Tensor, count: Tensor) -> None:
         """Rows [R] have the first `count` [R] of tokens ids [R, T] now, without padding."""

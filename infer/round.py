@@ -16,6 +16,7 @@ from headstart.heads import DrafterGroup, Step, TokenTree
 from headstart.heads.group import GroupMember, proposer
 
 from .log_probabilities import LogProbabilities
+from .masked_proposals import MaskedProposals
 from .request import Request
 from .rules.rule_api import Accepted
 from .trees.policy import Committed
@@ -75,8 +76,11 @@ def run_round(
     Args:
         longest: a bound on the roots' positions; even: whether all of them stand there.
     """
-    drafter = proposer(check or request.drafters)
-    tree = request.policy.grow(drafter, request.states, request.committed, request.children)
+    group = check or request.drafters
+    if group.members and (forms := request.sampling.forms) is not None:
+        group = MaskedProposals(group.members, forms, request.texts())
+    grown = proposer(group), request.states, request.committed, request.children
+    tree = request.policy.grow(*grown)
     logits, features = request.target.verify(tree, request.lengths, longest, even)
     return accept_and_commit(request, tree, logits, features, check)
 

@@ -29,6 +29,13 @@ class Form(ABC):
             False where no text of the form begins so.
         """
 
+    @abstractmethod
+    def forced(self, text: np.ndarray) -> int:
+        """The token by which a text goes on in the usual way, where it can go on in one way only.
+
+        Several tokens may begin in that way; -1 where the text can go on in several.
+        """
+
 
 class FormsByRow(LogitsProcessor):
     """Gives a score of -inf to tokens with which a row's text cannot get its form any more.
@@ -50,21 +57,48 @@ class FormsByRow(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         return self.within(input_ids, torch.full_like(input_ids[:, :1], input_ids.shape[1]), scores)
 
+    def allowed(
+        self,
+        rows: Sequence[int],
+        texts: Sequence[np.ndarray],
+        vocabulary: int,
+        device: torch.device,
+    ) -> tuple[Tensor, list[bool]]:
+        """Which tokens may follow each of M texts, [M, V] bool.
+
+        Args:
+            rows: [M] the rows that the texts, [T] int64 each, are of.
+            vocabulary: V.
+
+        Returns:
+            Also, for each, whether no text of its row's form begins so; any token may follow it.
+        """
+        bits = np.full((len(texts), (vocabulary + 7) // 8), 255, dtype=np.uint8)
+        broken = []
+        for row, text, own in zip(rows, texts, bits, strict=True):
+            form = self.forms[row]
+            broken.append(form is not None and not form.allow(text, own))
+        bits[broken] = 255
+        places = torch.arange(8, dtype=torch.uint8, device=device)
+        found = torch.from_numpy(bits).to(device).unsqueeze(-1) >> places & 1
+        return found.flatten(1)[:, :vocabulary] > 0, broken
+
     def within(self, ids: Tensor, lengths: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after the first `lengths` [B, 1] tokens of texts ids [B, C]."""
         if not any(self.forms):
             return scores
-        count, vocabulary = lengths.flatten().tolist(), scores.shape[1]
-        texts = ids[:, : max(count)].cpu().numpy()
-        bits = np.full((len(texts), (vocabulary + 7) // 8), 255, dtype=np.uint8)
-        broken = [
-            form is not None and not form.allow(text[:length], own)
-            for form, text, length, own in zip(self.forms, texts, count, bits, strict=True)
-        ]
-        places = torch.arange(8, dtype=torch.uint8, device=scores.device)
-        allowed = torch.from_numpy(bits).to(scores.device).unsqueeze(-1) >> places & 1
-        scores = scores.masked_fill(allowed.flatten(1)[:, :vocabulary] == 0, -torch.inf)
+        texts = texts_of(ids, lengths.flatten())
+        rows = range(len(texts))
+        allowed, broken = self.allowed(rows, texts, scores.shape[1], scores.device)
+        scores = scores.masked_fill(~allowed, -torch.inf)
         if any(broken):
             lost = torch.tensor(broken, device=scores.device).unsqueeze(1)
             scores = scores.masked_fill(lost, torch.nan)
         return scores
+
+
+def texts_of(ids: Tensor, lengths: Tensor) -> list[np.ndarray]:
+    """The first `lengths` [B] tokens of each row of ids [B, C], on the host."""
+    count = lengths.tolist()
+    texts = ids[:, : max(count)].cpu().numpy()
+    return [text[:length] for text, length in zip(texts, count, strict=True)]

@@ -141,6 +141,12 @@ class Sampling:
         kinds = {type(item) for item in self.processors or ()}
         return bool(self.readers) or FormsByRow in kinds
 
+    @property
+    def forms(self) -> FormsByRow | None:
+        """The forms that texts shall have, where a row has one."""
+        kinds = (item for item in self.processors or () if isinstance(item, FormsByRow))
+        return next((item for item in kinds if any(item.forms)), None)
+
     @cached_property
     def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:
         """The repetition penalty, where there is just one; it reads the set of tokens alone."""

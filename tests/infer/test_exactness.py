@@ -57,7 +57,7 @@ def applies(pair: tuple[str, str], tree: str, warp: str = "plain") -> bool:
         return False
     if expansion in SAMPLED and any(name in tree for name in DYNAMIC):
         return False
-    return warp != "prefix" or RULES[rule].reads_prefix
+    return warp not in ("prefix", "form") or RULES[rule].reads_prefix
 
 
 Case = tuple[tuple[str, str], str, str]  # the pair, the name of a shape, and of the processors
@@ -118,7 +118,7 @@ def ask(pair: tuple[str, str], trial: Round) -> None:
 @pytest.mark.parametrize("pair", ENUMERATED, ids="-".join)
 def test_what_is_not_proved_is_refused(pair: tuple[str, str]) -> None:
     for shape in SMALL.values():
-        for warp in ("plain", "prefix", "penalty"):
+        for warp in ("plain", "prefix", "penalty", "form"):
             trial = round_of(pair, shape, warp)
             if applies(pair, shape[0], warp):
                 ask(pair, trial)
@@ -167,7 +167,7 @@ def test_the_round_writes_what_the_target_chooses(pair: tuple[str, str], shape: 
     if not applies(pair, SMALL[shape][0]):
         return
     rows, agreed, deep = 500, 0, 0
-    for warp in ("plain", "top_p", "prefix", "penalty"):
+    for warp in ("plain", "top_p", "prefix", "penalty", "form"):
         trial = round_of(pair, SMALL[shape], warp, apart=0.4)
         seeds = row_seeds(7, rows) if trial.rule.samples else None
         sampling = Sampling(seeds, trial.processors, torch.float64)

@@ -29,7 +29,8 @@ from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling, Step, TokenTree
 from headstart.heads.core.noise import Stream
-from headstart.heads.group import GroupMember
+from headstart.heads.group import GroupMember, members, proposer
+from headstart.infer.masked_proposals import MaskedProposals
 from headstart.infer.rules.registry import RULES, Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in
 from headstart.infer.trees.children import Children
@@ -270,6 +271,7 @@ class Tables:
     ):
         draw = torch.Generator().manual_seed(seed)
         self.vocab, self.depth, self.max_depth = vocab, depth, depth
+        self.config = SimpleNamespace(vocab_size=vocab)
         self.kind, self.independent = kind, kind == "heads"
         self.vocabulary = None if narrow is None else torch.tensor(narrow)
 
@@ -367,10 +369,7 @@ class SeveralTables(Tables):
             for logits in other.drafts:
                 noise = torch.randn(logits.shape, generator=draw, dtype=torch.float64)
                 logits += apart * noise
-        self.config = SimpleNamespace(vocab_size=vocab)
         alone: list[Any] = [Tables(vocab, depth, seed, first, narrow, apart), *others]
-        for each in alone:
-            each.config = self.config
         self.members = [GroupMember(each, number, [], 0) for number, each in enumerate(alone)]
 
     def start(self) -> Any:
@@ -412,6 +411,8 @@ class Round:
         nothing = torch.zeros(batch, 1, 0)
         committed = Committed(nothing, root, torch.ones(batch, dtype=long), lengths)
         drafter: Any = self.tables
+        if (forms := sampling.forms) is not None:
+            drafter = proposer(MaskedProposals(members(drafter), forms, [root[0].numpy()] * batch))
         children = Children(self.expansion, sampling)
         tree = self.policy.grow(drafter, self.tables.start(), committed, children)
         logits = self.tables.verify(tree)

@@ -2,6 +2,7 @@
 
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from headstart.heads.core.forms import Form, FormsByRow
 from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.expansions import Expansion
 from headstart.infer.trees.parse import parse_tree
@@ -39,6 +41,34 @@ class AfterLast(LogitsProcessor):
         return scores.scatter_add(1, favoured, torch.ones(favoured.shape, dtype=scores.dtype))
 
 
+class Restricted(Form):
+    """Excludes a token or two after each text, and claims that another one must follow some."""
+
+    def allow(self, text: np.ndarray, bits: np.ndarray) -> bool:
+        number = int(text.sum())
+        bits.fill(255 - (1 << number % 3) - (8 << number % 2))
+        return True
+
+    def forced(self, text: np.ndarray) -> int:
+        number = int(text.sum())
+        return (number + 1) % 3 if number % 2 else -1
+
+
+class _Same:
+    def __init__(self, form: Form):
+        self._form = form
+
+    def __getitem__(self, row: int) -> Form:
+        return self._form
+
+
+def form_of_all(form: Form) -> FormsByRow:
+    """The same form for every row of any batch."""
+    found: Any = FormsByRow([])
+    found.forms = _Same(form)
+    return found
+
+
 WARPS: dict[str, list[Any]] = {
     "plain": [],
     "cool": [TemperatureLogitsWarper(0.6)],
@@ -49,6 +79,7 @@ WARPS: dict[str, list[Any]] = {
     "min_p": [TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.2)],
     "prefix": [AfterLast(), TemperatureLogitsWarper(0.9)],
     "penalty": [RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(0.9)],
+    "form": [form_of_all(Restricted()), TemperatureLogitsWarper(0.9)],
     "ngrams": [NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(2, [2])],
 }
 # Tree, V, what the drafter is (see `Tables`), and the tokens that it knows.
