@@ -1,4 +1,4 @@
-"""A draft model: any smaller causal language model with the target's tokenizer.
+"""A draft model: a smaller causal language model with the target's tokenizer.
 
 The drafter of the first speculative decoders (Leviathan et al. 2022, arXiv 2211.17192; Chen et al.
 2023, arXiv 2302.01318). It reads tokens alone and keeps a cache of its own. The model, called the
@@ -31,7 +31,7 @@ from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import compute_experts_alike, copy_layers, layers_of
 from .parts.recompute import compute_again
-from .parts.student import KEPT, keep_rows, load_student, whole_state
+from .parts.student import KEPT, check_kept, load_student, put_rows, whole_state
 from .trainable import DraftLogits, TrainableDrafter
 
 logger = logging.getLogger(__name__)
@@ -152,11 +152,22 @@ class DraftModel(TrainableDrafter):
         The student is still saved whole, with these ids beside it; it cannot be trained like this.
 
         Raises:
-            ArtifactError: see `keep_rows`.
+            ArtifactError: see `put_rows` and `check_kept`.
         """
-        whole = self._whole_output or (output_layer(self.model),)
-        keep_rows(self.model, whole[0], ids)
-        self._whole_output, self._layers = whole, CachedLayers(self.model)
+        check_kept(ids, self.whole_output)
+        self._put_rows(ids)
+        self.model.register_buffer(KEPT, ids.to(output_layer(self.model).weight.device))
+
+    @property
+    def whole_output(self) -> torch.nn.Linear:
+        """The student's output layer, with the rows of all tokens."""
+        return self._whole_output[0] if self._whole_output else output_layer(self.model)
+
+    def _put_rows(self, ids: Tensor) -> None:
+        """Compute the logits of tokens [Vd] alone, in this order."""
+        whole = self.whole_output
+        put_rows(self.model, whole, ids)
+        self._whole_output, self._layers = (whole,), CachedLayers(self.model)
         self.__dict__.pop("_output", None)
 
     @property
@@ -199,10 +210,11 @@ class DraftModel(TrainableDrafter):
         self._outputs = output_layer(self.model).out_features
         if self.config.layers is not None:  # it is made for this target
             compute_experts_alike(self.model, target)
-        if self.trimmed and self.model.draft_vocabulary[-1] >= self.config.vocab_size:
+        known = self.draft_vocabulary if self.trimmed else None
+        if known is not None and known[-1] >= self.config.vocab_size:
             raise OptionError(
-                f"the drafter proposes the token {self.model.draft_vocabulary[-1].item()}, and the "
-                f"target has {self.config.vocab_size}; load the target that it was trimmed for."
+                f"the drafter proposes the token {known[-1].item()}, and the target has "
+                f"{self.config.vocab_size}; load the target that it was trimmed for."
             )
         return super().bind(target)
 

@@ -69,9 +69,10 @@ def load(
             or a model that transformers or peft has loaded. None takes the one that the drafter was
             trained for.
         drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
-            smaller language model with the same tokenizer; `"lookup"` or `"recycling"`, which have
-            no weights; `"mtp"`, the module for multi-token prediction in the target's own files; or
-            a `Drafter`. A list of these decodes with all of them together. None decodes plainly.
+            smaller language model, also with another tokenizer; `"lookup"` or `"recycling"`, which
+            have no weights; `"mtp"`, the module for multi-token prediction in the target's own
+            files; or a `Drafter`. A list of these decodes with all of them together. None decodes
+            plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
         device: where a target that is given by name is put, such as `"cuda"`. None leaves it on
             the CPU, as transformers does, unless `device_map` says otherwise.

@@ -35,7 +35,7 @@ def adopt_rows(own: Any, other: Any, rows: Tensor, slots: int, batch: int) -> No
         mine = getattr(own, name, None)
         if isinstance(value, SlabCache):
             assert mine is not None
-            mine.adopt(value, rows, slots)
+            mine.adopt(value, rows, getattr(other, "prompt", None) or slots)
         elif isinstance(value, Tensor):
             setattr(own, name, _with_rows(mine, value, rows, batch))
         elif mine is not None:

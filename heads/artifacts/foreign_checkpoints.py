@@ -25,6 +25,8 @@ from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
 from ..pard import DRAFTING, PROJECTION, Pard
 from ..parts.published.layer_ids import check_layer_ids
+from ..parts.translation import Translation
+from ..translated_draft_model import TranslatedDraftModel
 from .files import (
     CONFIG,
     HEADS,
@@ -200,7 +202,7 @@ def check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]
 def _load_language_model(
     source: DrafterSource, target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]
 ) -> DraftModel:
-    """A causal language model with the target's tokenizer, as its draft model."""
+    """A causal language model as the target's draft model."""
     own = _load_tokenizer(
         source.folder,
         f"{source} holds no tokenizer that can be loaded, so nobody knows whether its ids are the "
@@ -211,11 +213,7 @@ def _load_language_model(
         f"{source} is compared with the target by their tokenizers, and the target's was not "
         "found; pass tokenizer=….",
     )
-    if tokenizer_hash(own) != tokenizer_hash(expected):
-        raise ArtifactError(
-            f"{source} has another tokenizer than the target ({len(own)} tokens, expected those of "
-            f"the target's {len(expected)}); use a smaller model of the target's own family."
-        )
+    translated = tokenizer_hash(own) != tokenizer_hash(expected)
     config, left_out = language_model_config(source.folder)
     if left_out := [key for key in left_out if key not in DRAFTING]:
         logger.warning(
@@ -223,8 +221,14 @@ def _load_language_model(
             f"out: {brief(', '.join(left_out))}."
         )
     options |= {"use_safetensors": True, "config": config, "output_loading_info": True}
-    kind: Any = DraftModel
+    kind: Any = TranslatedDraftModel if translated else DraftModel
     if PARALLEL in read_json(source.folder / CONFIG):
+        if translated:
+            raise ArtifactError(
+                f"{source} drafts in parallel, and has another tokenizer than the target "
+                f"({len(own)} tokens, expected those of the target's {len(expected)}); use a "
+                "drafter of the target's own family."
+            )
         kind, options["projection"] = Pard, _projection(source)
     try:
         drafter, report = kind.from_pretrained(source.folder, **options)
@@ -241,7 +245,28 @@ def _load_language_model(
             f"{config.model_type} is missing from its weights; download it again, unless it is a "
             "drafter of a kind that is not known here."
         )
+    if translated:
+        _translate(drafter, source, target, expected, own)
     return drafter
+
+
+def _translate(
+    drafter: TranslatedDraftModel,
+    source: DrafterSource,
+    target: PreTrainedModel,
+    expected: Any,
+    own: Any,
+) -> None:
+    """Let a draft model with a tokenizer of its own draft the tokens that the target has, too."""
+    kept = drafter.model.draft_vocabulary.tolist() if drafter.trimmed else None
+    known = kept or range(drafter.whole_output.weight.shape[0])
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    drafter.translate(Translation(expected, own, vocabulary, known))
+    count = len(drafter.draft_vocabulary)
+    logger.warning(
+        f"{source} has another tokenizer than the target: it drafts the {count:,} of the target's "
+        f"{len(expected):,} tokens that both have, and reads the others in pieces."
+    )
 
 
 def _projection(source: DrafterSource) -> Tensor | None:

@@ -38,7 +38,7 @@ def load_drafter(
     Args:
         name: the folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, of an artifact, of a
             drafter that another trainer saved (see `foreign_checkpoints`), or of a smaller causal
-            language model with the target's tokenizer; or a family without weights, such as
+            language model, also with another tokenizer; or a family without weights, such as
             `lookup`, or `mtp` for the module in the target's own files; or a `DrafterSource`.
         tokenizer: checked against the one that the drafter was trained with, if given. A language
             model needs one to compare with its own: the target's is loaded where it is not given.

@@ -35,13 +35,18 @@ _ROOM = 512
 @dataclass
 class DraftCache:
     """The cache of one request: slot s of the committed text holds the keys and values of position
-    s, and the slots after it those of the G nodes grown in this round."""
+    s, and the slots after it those of the G nodes grown in this round.
+
+    Attributes:
+        prompt: slots of the longest prompt, where they are not those of the target's tokens.
+    """
 
     scratch: ClassVar = ("lines", "hidden")
 
     slab: SlabCache
     lengths: Tensor  # [B] committed tokens
     longest: int = 0  # a bound on any row's committed tokens, the root included, on the host
+    prompt: int | None = None
     lines: Tensor = field(init=False)  # [B, 1 + G, 2 + G] of `pack_tree`, the root's first
     hidden: Tensor = field(init=False)  # [B, 1 + G, D], states that EAGLE keeps, the root's first
 

@@ -49,25 +49,27 @@ def _names(weights: Path) -> set[str]:
         return set()  # what is wrong is said when it is loaded
 
 
-def keep_rows(model: PreTrainedModel, whole: nn.Linear, ids: Tensor) -> None:
-    """Put the rows of some tokens, ids [Vd], in the place of a model's whole output layer.
-
-    The ids become a buffer of the model, and are saved with it.
-
-    Raises:
-        ArtifactError: the layer is quantised, or the ids are not ascending ones of its rows.
-    """
-    if type(whole) is not nn.Linear or not whole.weight.is_floating_point():
-        raise ArtifactError(
-            f"the draft model's output layer is {type(whole).__name__}, of which no rows can be "
-            "left out; expected one that is not quantised."
-        )
-    count = whole.out_features
+def check_kept(ids: Tensor, whole: nn.Linear) -> None:
+    """An ArtifactError for ids [Vd] that are not ascending rows of a whole output layer."""
+    count = whole.weight.shape[0]
     fits = ids.dtype == torch.int64 and ids.dim() == 1 and 0 < len(ids) <= count
     if not (fits and int(ids[0]) >= 0 and int(ids[-1]) < count and bool((ids.diff() > 0).all())):
         raise ArtifactError(
             f"{KEPT} of the draft model holds {len(ids.reshape(-1)):,} values, expected ascending "
             f"token ids below {count:,}; restore its file of weights, or trim it again."
+        )
+
+
+def put_rows(model: PreTrainedModel, whole: nn.Linear, ids: Tensor) -> None:
+    """Put the rows of some tokens, ids [Vd], in the place of a model's whole output layer.
+
+    Raises:
+        ArtifactError: the layer is quantised.
+    """
+    if type(whole) is not nn.Linear or not whole.weight.is_floating_point():
+        raise ArtifactError(
+            f"the draft model's output layer is {type(whole).__name__}, of which no rows can be "
+            "left out; expected one that is not quantised."
         )
     place = output_layer(model).weight
     with torch.device("meta"):
@@ -76,7 +78,6 @@ def keep_rows(model: PreTrainedModel, whole: nn.Linear, ids: Tensor) -> None:
     taken = {name: each[chosen].to(place) for name, each in whole.state_dict().items()}
     rows.load_state_dict(taken, assign=True)
     model.set_output_embeddings(rows)
-    model.register_buffer(KEPT, ids.to(place.device))
 
 
 def whole_state(model: PreTrainedModel, whole: nn.Linear) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
         "format": "a language model of transformers",
         "family": "pard" if parallel else "draft_model",
         "options": {n: config[n] for n in ("model_type", *sizes, *drafts) if n in config},
-        "needs": ["a target with the same tokenizer"],
+        "needs": ["a target with the same tokenizer"] if parallel else [],
     }  # fmt: skip
 
 

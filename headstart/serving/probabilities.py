@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from headstart.heads.core.spelling import spell
 
 from .shapes import wrong
 from .stops import UntilStop
@@ -19,9 +19,6 @@ MOST = 20
 """Of the most likely tokens, so many are told at most; as many as of OpenAI and vLLM."""
 
 _IMPOSSIBLE = -9999.0  # in the place of -inf, which JSON has no number for; vLLM says the same
-_UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def asked_probabilities(body: Mapping[str, Any]) -> int | None:
@@ -138,8 +135,6 @@ class Spelling:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        # Decoders of SentencePiece leave out the space that a text begins with.
-        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token: int) -> tuple[str, bytes]:
@@ -149,20 +144,11 @@ class Spelling:
         return self._known[token]
 
     def _of(self, token: int) -> tuple[str, bytes]:
-        text = self._decode([*self._before, token])[len(self._decode(self._before)) :]
-        if _UNFINISHED not in text:
-            return text, text.encode()
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if found := _BYTE.fullmatch(piece):
-            own = bytes([int(found[1], 16)])
-        elif all(character in _BYTE_OF for character in piece):
-            own = bytes(_BYTE_OF[character] for character in piece)
-        else:
-            return text, text.encode()
-        return "".join(f"\\x{byte:02x}" for byte in own), own
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        (own,) = spell(self._tokenizer, [token])
+        try:
+            return own.decode(), own
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in own), own
 
     def of_chat(self, tokens: Sequence[Told]) -> dict[str, Any]:
         """The `logprobs` of a choice of /v1/chat/completions."""

@@ -502,9 +502,7 @@ def test_settings_that_no_such_model_has_are_left_out_and_named(
     assert "None" not in out.getvalue()
 
 
-def test_another_tokenizer_or_none_is_refused(tmp_path: Path) -> None:
-    other = plain_folder(tmp_path / "other", "a c b d")
-    assert "another tokenizer" in refused(other, tokenizer=tokenizer())
+def test_a_model_without_a_tokenizer_or_weights_is_refused(tmp_path: Path) -> None:
     without = plain_folder(tmp_path / "without", None)
     assert "holds no tokenizer" in refused(without, tokenizer=tokenizer())
     broken = plain_folder(tmp_path / "broken")

@@ -44,7 +44,7 @@ def test_drafts_stay_within_the_form(
     grammar = Grammar.regex("(ab|cd)[0-9][xyz]{1,3}(once){2}(true|false)+")
     options = {**inputs, "max_new_tokens": 30, "do_sample": True, "temperature": 2.0, "seed": 3}
     plain = Speculator(model, tokenizer=tokenizer).generate(**options, grammar=grammar)
-    prepared = GrammarTokens(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
+    prepared = GrammarTokens(tokenizer, tokenizer.encode("<|im_end|>"))
     form = GrammarForm(grammar, prepared, inputs["input_ids"].shape[1])
     trees: list[tuple[TokenTree, Sequence[np.ndarray]]] = []
     true = rounds.accept_and_commit
@@ -110,7 +110,8 @@ class Given:
 def proposed(step: Step, *forms: Form | None) -> Step:
     texts = [np.array([0])] * len(forms)
     (member,) = MaskedProposals([Given(step)], FormsByRow(forms), texts).members
-    return member.begin(None, None, None, None)
+    nothing = torch.empty(0)
+    return member.begin(None, nothing, nothing, nothing)
 
 
 def test_logits_of_what_is_excluded() -> None:
