@@ -6,7 +6,7 @@ It proposes the tokens that the target has, too, and reads the target's tokens a
 Source: token-level intersection (Timor et al. 2025, arXiv 2502.05202).
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +14,8 @@ from .core import OptionError
 from .draft_model import DraftModel
 from .drafter import Step, last_true
 from .parts.cached_layers import DraftCache
-from .parts.translation import PIECES, Translation
+from .parts.student import KEPT, load_student, whole_state
+from .parts.translation import PIECES, TABLES, TRANSLATION, Translation
 
 _STRETCH, _MORE = 2, 64
 """The cache has slots for so many tokens for each of the target's, and so many more; of a prompt
@@ -31,6 +32,17 @@ class TranslatedDraftModel(DraftModel):
     writes_text = False
     translation: Translation
 
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        """Load the model, and the translation that is saved beside it."""
+        model, report, beside = load_student(name, args, options, [KEPT, *TRANSLATION])
+        drafter = cls.of(model)
+        if KEPT in beside:
+            drafter.keep_tokens(beside[KEPT])
+        if beside.keys() >= {*TRANSLATION}:
+            drafter.translate(Translation(*(beside[name] for name in TRANSLATION)))
+        return (drafter, *report) if report else drafter
+
     def translate(self, translation: Translation) -> None:
         """Draft by this translation from now on.
 
@@ -42,18 +54,19 @@ class TranslatedDraftModel(DraftModel):
                 "the draft model's tokenizer has no token in common with the target's; use another "
                 "smaller model."
             )
-        self._put_rows(translation.ids)
+        self._put_rows(translation.ids.long())
         self.translation = translation
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
+        """Save the whole model, and the translation beside it."""
+        tables = (getattr(self.translation, table) for table in TABLES)
+        state = whole_state(self.model, self.whole_output)
+        state |= dict(zip(TRANSLATION, tables, strict=True))
+        super().save_pretrained(folder, state_dict=state, **options)
 
     @property
     def draft_vocabulary(self) -> Tensor:
         return self.translation.names
-
-    def save_pretrained(self, folder: Any, **options: Any) -> NoReturn:  # type: ignore[override]
-        raise OptionError(
-            "a draft model with another tokenizer than the target's is no drafter of this target "
-            "alone, and is not saved as one; name the model itself wherever it is to draft."
-        )
 
     def reserve(self, state: DraftCache, longest: int, room: int) -> None:
         super().reserve(state, _STRETCH * (longest + 1) + _MORE, room + PIECES)
@@ -72,5 +85,5 @@ class TranslatedDraftModel(DraftModel):
         return self._step(last_true(found.logits, own).unsqueeze(1))
 
     def extend(self, state: DraftCache, tokens: Tensor, parent: Tensor) -> Step:
-        own = self.translation.pieces[tokens][..., 0]  # [B, W]
+        own = self.translation.pieces[tokens][..., 0].long()  # [B, W]
         return self._step(self._layers.extend(state, parent, input_ids=own).logits)

@@ -28,6 +28,7 @@ from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import FAMILIES, family, with_article
 from ..parts.published.checkpoint import TargetModule
+from ..translated_draft_model import TranslatedDraftModel
 from .engines import FORMATS, TOKEN_MAP, serve_line
 from .files import CONFIG, check_is_free, read_json, write_json
 from .foreign_checkpoints import load_checkpoint
@@ -117,6 +118,11 @@ def _write(
             raise ArtifactError(
                 f"the drafter reads features of its target, which {form} gives to no language "
                 "model; train one without drafter.feature_layers."
+            )
+        if isinstance(drafter, TranslatedDraftModel):
+            raise ArtifactError(
+                f"the draft model has a tokenizer of its own, whose tokens {form} does not "
+                "translate as headstart does; name the model itself there, if it can translate."
             )
         if drafter.trimmed:
             raise ArtifactError(

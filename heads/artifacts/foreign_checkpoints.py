@@ -261,7 +261,7 @@ def _translate(
     kept = drafter.model.draft_vocabulary.tolist() if drafter.trimmed else None
     known = kept or range(drafter.whole_output.weight.shape[0])
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    drafter.translate(Translation(expected, own, vocabulary, known))
+    drafter.translate(Translation.between(expected, own, vocabulary, known))
     count = len(drafter.draft_vocabulary)
     logger.warning(
         f"{source} has another tokenizer than the target: it drafts the {count:,} of the target's "

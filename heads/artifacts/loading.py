@@ -11,10 +11,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError, device_of, output_layer
+from ..draft_model import DraftModel
 from ..drafter import Drafter
 from ..families import family
 from ..parts.adapter import Adapter
-from .files import CONFIG, MALFORMED, WEIGHTS, brief
+from ..parts.translation import TRANSLATION
+from ..translated_draft_model import TranslatedDraftModel
+from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header
 from .foreign_checkpoints import load_checkpoint
 from .settings import language_model_config
 from .shapes import check_declared
@@ -70,7 +73,9 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     folder = source.folder
     weights = source.check_files()
     check_declared(source, weights)
-    kind = family(source.manifest.family)
+    kind: Any = family(source.manifest.family)
+    if kind is DraftModel and not read_header(weights).keys().isdisjoint(TRANSLATION):
+        kind = TranslatedDraftModel
     options |= {"local_files_only": True, "weights_only": True}
     options["use_safetensors"] = weights.name == WEIGHTS
     if kind.saved_as_language_model:

@@ -22,6 +22,7 @@ from ..draft_model import DraftModel
 from ..drafter import Drafter
 from ..families import with_article
 from ..parts.vocabulary import TrimmedVocabulary
+from ..translated_draft_model import TranslatedDraftModel
 from .conditions import drafter_conditions
 from .files import MALFORMED, MANIFEST, check_is_free, unreadable
 from .manifest import Manifest, manifest_of
@@ -66,6 +67,11 @@ def check_can_be_trimmed(drafter: Drafter, size: int) -> None:
         raise ArtifactError(
             f"{name} drafter has no output layer that could be trimmed; expected trained heads, "
             "decoder layers or a draft model, such as medusa, eagle3 or draft_model."
+        )
+    if isinstance(drafter, TranslatedDraftModel):
+        raise ArtifactError(
+            "the draft model has a tokenizer of its own, and proposes the tokens alone that the "
+            "target has, too; it is not trimmed further."
         )
     now = drafter.draft_vocabulary
     known = config.vocab_size if now is None else len(now)

@@ -11,7 +11,7 @@ token, each as the draft model's tokens of the same bytes, so no text is tokeniz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +19,47 @@ from torch.nn.functional import pad
 
 from ..core.spelling import spell
 
+TABLES = ("pieces", "lengths", "ids", "names", "first")
+TRANSLATION = tuple(f"translation.{table}" for table in TABLES)
+"""The tables of a `Translation`, and what they are called beside the weights of a model."""
+
 PIECES = 4
 """At most so many tokens are read for one of the target's; of longer ones, the last."""
 
 
 class Translation(nn.Module):
-    """What the tokens of two vocabularies are to each other; buffers, which are not saved.
+    """What the tokens of two vocabularies are to each other; buffers that belong to no state dict.
 
     Args:
-        target, own: the target's tokenizer and the draft model's, of transformers.
-        vocabulary: V, of the target.
-        known: the tokens that the draft model may propose.
-
-    Attributes:
-        pieces: [V, PIECES] int64, what the draft model reads for each of the target's tokens; those
+        pieces: [V, PIECES] int32, what the draft model reads for each of the target's tokens; those
             after the first `lengths` [V] are 0. Nothing is read for special tokens that the draft
             model does not have.
-        ids: [Vd] the tokens of the draft model that it proposes.
-        names: [Vd] the target's tokens that they stand for, ascending.
-        begin: the token that the draft model's texts begin with; None without one.
+        ids: [Vd] int32, the tokens of the draft model that it proposes.
+        names: [Vd] int64, the target's tokens that they stand for, ascending.
+        first: [1] or [0] int64, what the draft model's texts begin with.
     """
 
     pieces: Tensor
     lengths: Tensor
+    ids: Tensor
     names: Tensor
+    first: Tensor
 
-    def __init__(self, target: Any, own: Any, vocabulary: int, known: Sequence[int]):
+    def __init__(self, pieces: Tensor, lengths: Tensor, ids: Tensor, names: Tensor, first: Tensor):
         super().__init__()
+        tables = (pieces, lengths, ids, names, first)
+        for name, table in zip(TABLES, tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    @classmethod
+    def between(cls, target: Any, own: Any, vocabulary: int, known: Sequence[int]) -> Self:
+        """The translation between two tokenizers of transformers.
+
+        Args:
+            target, own: the target's and the draft model's.
+            vocabulary: V, of the target.
+            known: the tokens that the draft model may propose.
+        """
         theirs, mine = _Vocabulary(target, range(vocabulary)), _Vocabulary(own, known)
         pairs = {
             theirs.of_bytes[text]: token
@@ -53,22 +67,20 @@ class Translation(nn.Module):
             if text in theirs.of_bytes
         }
         pairs |= _same_specials(theirs, mine)
-        pieces = torch.zeros(vocabulary, PIECES, dtype=torch.long)
-        lengths = torch.zeros(vocabulary, dtype=torch.long)
+        pieces = torch.zeros(vocabulary, PIECES, dtype=torch.int32)
+        lengths = torch.zeros(vocabulary, dtype=torch.int32)
         for token, text in theirs.spelt.items():
             if token in pairs:
                 read = [pairs[token]]
             else:
                 read = [] if text in theirs.special else mine.split(text)[-PIECES:]
-            pieces[token, : len(read)] = torch.tensor(read, dtype=torch.long)
+            pieces[token, : len(read)] = torch.tensor(read, dtype=torch.int32)
             lengths[token] = len(read)
-        names = sorted(pairs)
-        self.ids = torch.tensor([pairs[name] for name in names], dtype=torch.long)
+        names = torch.tensor(sorted(pairs), dtype=torch.long)
+        ids = torch.tensor([pairs[name] for name in names.tolist()], dtype=torch.int32)
         start = own("").input_ids[:1]
-        self.begin = own.bos_token_id if start == [own.bos_token_id] else None
-        known_by = torch.tensor(names, dtype=torch.long)
-        for name, table in (("pieces", pieces), ("lengths", lengths), ("names", known_by)):
-            self.register_buffer(name, table, persistent=False)
+        first = torch.tensor(start if start == [own.bos_token_id] else [], dtype=torch.long)
+        return cls(pieces, lengths, ids, names, first)
 
     def read(self, tokens: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """What the draft model reads for tokens [B, A], of which `count` [B] are true.
@@ -77,24 +89,23 @@ class Translation(nn.Module):
             [B, width] int64 and how many of them are true, [B]; what does not fit is left out.
         """
         there = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)  # [B, A]
-        own = self.lengths[tokens] * there
+        own = self.lengths[tokens].long() * there
         first = own.cumsum(1) - own  # [B, A] where each token's begin
         step = torch.arange(PIECES, device=tokens.device)
         place = (first.unsqueeze(-1) + step).where(step < own.unsqueeze(-1), width).clamp(max=width)
         found = tokens.new_zeros(len(tokens), width + 1)
-        found.scatter_(1, place.flatten(1), self.pieces[tokens].flatten(1))
+        found.scatter_(1, place.flatten(1), self.pieces[tokens].long().flatten(1))
         return found[:, :width], own.sum(1).clamp(max=width)
 
     def read_prompt(self, tokens: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """The same for prompts, after their `begin`, in at most as many columns.
+        """The same for prompts, after what texts begin with, in at most so many columns.
 
         Of what does not fit, the beginning is left out. The host waits for the lengths.
         """
         found, own = self.read(tokens, count, tokens.shape[1] * PIECES)
-        if self.begin is not None:
-            first = found.new_full((len(found), 1), self.begin)
-            lacks = found[:, :1] != first  # [B, 1]
-            longer = torch.cat([first, found], 1)
+        if len(self.first):
+            lacks = found[:, :1] != self.first  # [B, 1]
+            longer = torch.cat([self.first.expand(len(found), -1), found], 1)
             found, own = longer.where(lacks, pad(found, (0, 1))), own + lacks.squeeze(1)
         width = min(int(own.max()), most)
         column = (own - width).clamp(min=0).unsqueeze(1)

@@ -1,6 +1,6 @@
 """Draft models with tokenizers of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import headstart
-from headstart.heads import OptionError, Sampling
+from headstart.heads import HeadstartError, OptionError, Sampling
 from headstart.heads.artifacts.conversion import convert
+from headstart.heads.artifacts.export import export_drafter
+from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.artifacts.trimming import trimmed
 from headstart.heads.core import row_seeds
 from headstart.heads.parts.translation import Translation
 from headstart.heads.translated_draft_model import TranslatedDraftModel
 from headstart.infer import Batcher, Speculator
 from headstart.infer.rules.registry import RULES
+from headstart.reports.description import describe
+from headstart.train.adapt.composition import check_adaptable
+from headstart.train.adapt.traffic import AdaptError
 from tests.support.families import TREES
 from tests.support.scripted import decoding_of
 from tests.support.syncs import run_rounds
@@ -110,11 +116,11 @@ def asked(made: Any, *texts: str) -> dict[str, Any]:
 def test_what_is_read_of_the_targets_tokens() -> None:
     theirs: Any = tokenizer(special=("<s>", "<end>"))
     own = tokenizer([*PAIRS[:2], *PAIRS[4:5]], 5, ("<bos>", "</s>"))
-    found = Translation(theirs, own, len(theirs) + 3, range(len(own)))
+    found = Translation.between(theirs, own, len(theirs) + 3, range(len(own)))
     for name, token in zip(found.names.tolist(), found.ids.tolist(), strict=True):
         text = theirs.convert_ids_to_tokens(name)
         assert own.convert_ids_to_tokens(token) == {"<s>": "<bos>", "<end>": "</s>"}.get(text, text)
-    assert found.names.diff().min() > 0 and len(found.names) == len(own) and found.begin is None
+    assert found.names.diff().min() > 0 and len(found.names) == len(own) and not len(found.first)
     text = "theing the aing x"
     ids = torch.tensor([[*theirs.encode(text), theirs.bos_token_id]])
     pieces, count = found.read(ids, torch.tensor([ids.shape[1]]), 30)
@@ -126,13 +132,13 @@ def test_what_is_read_of_the_targets_tokens() -> None:
     )
     cut, count = found.read(ids, torch.tensor([2]), 3)  # two tokens of four pieces
     assert cut.tolist() == pieces[:, :3].tolist() and count.tolist() == [3]
-    other = Translation(tokenizer(special=("<a>", "<b>", "<c>")[:2]), own, 300, range(100))
+    other = Translation.between(tokenizer(special=("<a>", "<b>", "<c>")[:2]), own, 300, range(100))
     assert set(other.ids.tolist()) <= set(range(100))
 
 
 def test_a_prompt_begins_as_the_draft_models_texts_do() -> None:
     theirs, own = tokenizer(), tokenizer(turn=5, begins=True)
-    found = Translation(theirs, own, len(theirs), range(len(own)))
+    found = Translation.between(theirs, own, len(theirs), range(len(own)))
     ids = torch.tensor([theirs.encode("abc"), [theirs.bos_token_id, *theirs.encode("ab")]])
     read, count = found.read_prompt(ids, torch.tensor([2, 3]), 9)
     assert own.batch_decode(read) == ["<s>ab", "<s>ab"] and count.tolist() == [3, 3]
@@ -227,32 +233,44 @@ def test_it_is_said_what_is_drafted(
     assert "it drafts the 265 of the target's 265 tokens that both have" in said
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
-    "save": (lambda made, folder: made.drafter.save_pretrained(folder), "is not saved as one"),
-    "convert": (
-        lambda made, folder: convert(
-            made.drafter_folder, made.model, made.tokenizer, folder / "artifact"
-        ),
-        "is not saved as one",
-    ),
-}
+@pytest.fixture(scope="module")
+def artifact(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, folder = loaded(places), tmp_path_factory.mktemp("artifact") / "made"
+    return convert(places[1], made.model, made.tokenizer, folder)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_it_cannot_be(places: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    made = loaded(places)
-    made.drafter_folder = places[1]
-    act, said = REFUSED[name]
-    with pytest.raises(OptionError, match=said) as caught:
-        act(made, tmp_path)
-    one_line(caught.value)
-    assert not [*tmp_path.rglob("*.safetensors")]
+def test_an_artifact_of_it_needs_no_tokenizer(places: tuple[Path, Path], artifact: Path) -> None:
+    names = {path.name for path in artifact.iterdir()}
+    assert names == {"README.md", "config.json", "headstart.json", "model.safetensors"}
+    made, again = loaded(places, tree="chain:3"), loaded((places[0], artifact), tree="chain:3")
+    for name, table in made.drafter.translation.named_buffers():
+        assert torch.equal(table, getattr(again.drafter.translation, name))
+    inputs = asked(made, "the aing", "x")
+    text = made.generate(**inputs, do_sample=False)
+    assert torch.equal(again.generate(**inputs, do_sample=False), text)
+    assert again.stats.tau == made.stats.tau > 3
+    assert describe(artifact)["problem"] is None
+
+
+def test_what_is_not_done_with_it(
+    places: tuple[Path, Path], artifact: Path, tmp_path: Path
+) -> None:
+    made = loaded((places[0], artifact))
     assert made.drafter.language_model is None
+    for act, said in (
+        (lambda: export_drafter(made.drafter, "vllm", tmp_path / "vllm"), "tokenizer of its own"),
+        (lambda: trimmed(made.drafter, torch.arange(9)), "is not trimmed further"),
+        (lambda: check_adaptable(DrafterSource(artifact)), "no such draft model is trained"),
+    ):
+        with pytest.raises((HeadstartError, AdaptError), match=said) as caught:
+            act()
+        one_line(caught.value)
+    assert not [*tmp_path.rglob("*.safetensors")]
 
 
 def test_tokenizers_that_share_nothing_are_refused() -> None:
     own = tokenizer(turn=3)
     drafter = TranslatedDraftModel.of(llama(len(own)))
     with pytest.raises(OptionError, match="no token in common") as caught:
-        drafter.translate(Translation(tokenizer(), own, 265, []))
+        drafter.translate(Translation.between(tokenizer(), own, 265, []))
     one_line(caught.value)
