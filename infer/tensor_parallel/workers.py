@@ -26,6 +26,7 @@ from .sent import receive, send
 _WORKER = "headstart.infer.tensor_parallel.worker"
 _ENDS = 0.5  # seconds in which a process that can end has done so
 _POLLS = 0.1  # seconds after which it is looked whether one has
+_PATIENCE = 60  # seconds that a forward may wait for a process that has ended
 _LATE = timedelta(hours=2)  # after which a process counts as lost; loading may take long
 
 ALONE = ("spare", "resize", "reserve", "adopt", "release", "commit")
@@ -81,6 +82,7 @@ class Workers:
         atexit.register(self.close)
         self.answers()
         self._connect()
+        threading.Thread(target=_watch, args=[weakref.ref(self)], daemon=True).start()
 
     def _connect(self) -> None:
         """Make this process one of those that compute together.
@@ -232,6 +234,24 @@ class Workers:
             cast("Any", each.stdout).close()
         with suppress(Exception):  # whatever a group says whose other processes have gone
             torch.distributed.destroy_process_group()
+
+
+def _watch(watched: weakref.ref[Workers]) -> None:
+    """End this process where a forward goes on waiting for another that has ended.
+
+    gloo raises an error then, but seldom does not, and nothing else ends its wait, not even Ctrl-C.
+    """
+    since = time.monotonic()
+    while (workers := watched()) is not None and not workers.lost:
+        ended = workers._ended() if workers._runs is not None else ""
+        if not ended:
+            since = time.monotonic()
+        elif time.monotonic() - since > _PATIENCE:
+            why = f"a divided target has lost its processes ({ended}), and waits for them for ever"
+            print(f"headstart: {why}; this process ends.", file=sys.stderr, flush=True)
+            os._exit(1)
+        del workers
+        time.sleep(_POLLS)
 
 
 def place_of(rank: int, device: str) -> torch.device | None:

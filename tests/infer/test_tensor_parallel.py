@@ -344,7 +344,10 @@ decode_until(os.getpid(), signal.SIGKILL)
 
 def test_ctrl_c_and_the_end_of_processes(folder: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder / "llama")], capture_output=True, text=True
+        [sys.executable, "-c", SCRIPT, str(folder / "llama")],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     first, *said, second, same = ran.stdout.splitlines()
     lost = "a divided target has lost its processes (process 1 ended with status -9); load it again"
@@ -354,6 +357,27 @@ def test_ctrl_c_and_the_end_of_processes(folder: Path) -> None:
     while any(running(int(pid)) for pid in f"{first} {second}".split()):
         assert time.monotonic() < end, "a process has outlived the one that led it"
         time.sleep(0.1)
+
+
+STUCK = """
+import os, signal, sys, time
+import headstart
+from headstart.infer.tensor_parallel import loading, workers
+
+workers._PATIENCE = 1
+headstart.load(sys.argv[1], tensor_parallel=2, dtype="float64")
+with loading._workers.together("drop", []):
+    os.kill(loading._workers._started[0].pid, signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+def test_a_wait_for_a_process_that_has_ended_does_not_last(folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", STUCK, str(folder / "llama")], capture_output=True, text=True
+    )
+    said = "has lost its processes (process 1 ended with status -9), and waits for them for ever"
+    assert ran.returncode == 1 and said in ran.stderr.splitlines()[-1]
 
 
 def running(pid: int) -> bool:
