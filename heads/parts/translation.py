@@ -67,15 +67,15 @@ class Translation(nn.Module):
             if text in theirs.of_bytes
         }
         pairs |= _same_specials(theirs, mine)
-        pieces = torch.zeros(vocabulary, PIECES, dtype=torch.int32)
-        lengths = torch.zeros(vocabulary, dtype=torch.int32)
+        read: list[list[int]] = [[] for _ in range(vocabulary)]
         for token, text in theirs.spelt.items():
             if token in pairs:
-                read = [pairs[token]]
-            else:
-                read = [] if text in theirs.special else mine.split(text)[-PIECES:]
-            pieces[token, : len(read)] = torch.tensor(read, dtype=torch.int32)
-            lengths[token] = len(read)
+                read[token] = [pairs[token]]
+            elif text not in theirs.special:
+                read[token] = mine.split(text)[-PIECES:]
+        padded = [each + [0] * (PIECES - len(each)) for each in read]
+        pieces = torch.tensor(padded, dtype=torch.int32)
+        lengths = torch.tensor([*map(len, read)], dtype=torch.int32)
         names = torch.tensor(sorted(pairs), dtype=torch.long)
         ids = torch.tensor([pairs[name] for name in names.tolist()], dtype=torch.int32)
         start = own("").input_ids[:1]
