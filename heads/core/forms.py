@@ -29,12 +29,9 @@ class Form(ABC):
             False where no text of the form begins so.
         """
 
-    @abstractmethod
     def forced(self, text: np.ndarray) -> int:
-        """The token by which a text goes on in the usual way, where it can go on in one way only.
-
-        Several tokens may begin in that way; -1 where the text can go on in several.
-        """
+        """The usual token by which a text goes on that can go on in one way; -1 for others."""
+        return -1
 
 
 class FormsByRow(LogitsProcessor):

@@ -22,6 +22,8 @@ from headstart.heads.core.forms import Form, FormsByRow
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.heads.families import KNOWN
 from headstart.heads.parts import cached_layers
+from headstart.heads.parts.translation import Translation
+from headstart.heads.translated_draft_model import TranslatedDraftModel
 from headstart.infer import Speculator, batcher, request
 from headstart.infer.generate_options import Ending
 from headstart.infer.measure import costs, forward_costs
@@ -42,7 +44,7 @@ from tests.support.pretended import (
     moved_there,
     pretended_gpu,
 )
-from tests.support.tiny import large_enough, prompts
+from tests.support.tiny import VOCAB, large_enough, prompts
 
 pytest.importorskip("triton")
 
@@ -149,6 +151,30 @@ def test_rounds_under_masks_are_captured_too(gpu: StrictCapture) -> None:
     ours = Speculator(*placed("draft_model"), tree=TREES[2], attention="masked")
     expected = write(on_cpu("draft_model", tree="plain"), rule="coupled")
     assert torch.equal(write(ours, rule="coupled"), expected)
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+def translated() -> TranslatedDraftModel:
+    """A draft model whose tokens are others than the target's, of which it lacks some."""
+    made = copy.deepcopy(drafter("draft_model", own("draft_model"))).float()
+    names = torch.arange(VOCAB - 6)
+    pieces = torch.stack([(torch.arange(VOCAB) + 7 * n) % VOCAB for n in range(1, 5)], 1).int()
+    lengths = (torch.arange(VOCAB) - VOCAB + 6).clamp(0, 3).int() + 1
+    first = torch.tensor([5])
+    found = TranslatedDraftModel.of(made.model)
+    found.translate(Translation(pieces, lengths, pieces[names, 0], names, first))
+    return found.eval()
+
+
+@pytest.mark.parametrize(("tree", "rule"), [(TREES[1], "rejection"), (TREES[2], "coupled")])
+def test_a_draft_model_with_a_tokenizer_of_its_own(
+    tree: str, rule: str, gpu: StrictCapture
+) -> None:
+    model = copy.deepcopy(target(own("draft_model"))).float()
+    here = Speculator(model, translated().bind(model), tree=tree, rule=rule, attention="tree")
+    there, _ = placed("draft_model")
+    ours = Speculator(there, moved_there(translated()).bind(there), tree=tree, rule=rule)
+    assert torch.equal(write(ours, rule=rule), write(here, rule=rule))
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 
