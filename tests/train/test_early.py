@@ -184,6 +184,19 @@ def test_a_missing_template_is_said(tmp_path: Path, target: Path) -> None:
         check_run(made)
 
 
+def test_a_student_knows_the_targets_tokens(tmp_path: Path, target: Path) -> None:
+    student = tmp_path / "student"
+    shutil.copytree(target, student)
+    made = recipe(tmp_path, target, drafter={"family": "draft_model", "model": str(student)})
+    check_run(made)
+    words = " ".join(f"other{n} {n}" for n in range(400))
+    train_tokenizer([Document("words", words)], 300, 128).save_pretrained(student)
+    said = rf"student has another tokenizer .* of 300 have the same ids\).*--drafter {student}\)"
+    with pytest.raises(ValueError, match=said) as error:
+        check_run(made)
+    one_line(error.value)
+
+
 @pytest.mark.proof
 def test_all_processes_end_alike_and_one_says_why(tmp_path: Path, target: Path) -> None:
     path = tmp_path / "recipe.yaml"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from headstart.heads.core import finish_of_sharded
+from headstart.heads.core import finish_of_sharded, load_pretrained
 
 from ..data.corpus import build_corpus, load_documents
 from ..data.earlier import earlier_rows
@@ -22,10 +22,11 @@ from ..data.writers.drafting import drafter_source
 from ..losses import loss_of
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
-from .plan import Plan, plan_run
+from .plan import CheckError, Plan, plan_run
 
 _SMALL = 8_000_000  # bytes of a corpus that is read before the first stage
 _WHOLE = 64  # training documents that are tokenised to see that they are long enough
+_SAME = 0.9  # share of the target's tokens that a student has to know by the same ids
 _FEW = 0.05  # share of them that may be too short without a word
 
 
@@ -56,6 +57,8 @@ def check_run(
         earlier_rows(recipe.distill, plan.tokenizer)
         if recipe.distill.writer == "own" and recipe.distill.drafter is not None:
             drafter_source(recipe.distill.drafter)
+    if plan.tokenizer is not None and (student := recipe.drafter.options.get("model")) is not None:
+        _check_tokens(student, plan.tokenizer)
     size = corpus_bytes(recipe)
     if size is not None and size <= _SMALL and plan.tokenizer is not None:
         with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
@@ -65,6 +68,22 @@ def check_run(
             plan = replace(plan, counted=learns)
     print(f"{recipe.name}: {needs.text}", file=sys.stderr)
     return plan
+
+
+def _check_tokens(student: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise CheckError for a student to which the ids that it is trained on are other tokens."""
+    try:
+        own = load_pretrained(AutoTokenizer, student).get_vocab()
+    except (OSError, ValueError):  # there is none beside the weights
+        return
+    known = tokenizer.get_vocab()
+    same = sum(own.get(token) == number for token, number in known.items())
+    if same < _SAME * len(known):
+        raise CheckError(
+            f"drafter.model {student} has another tokenizer than the target, whose tokens it is "
+            f"trained on ({same:,} of {len(known):,} have the same ids); choose a model of the "
+            f"target's family, or decode with this one as it is (--drafter {student})"
+        )
 
 
 def corpus_bytes(recipe: Recipe) -> int | None:
