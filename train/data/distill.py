@@ -21,6 +21,7 @@ from headstart.heads.core import counted
 from headstart.heads.core.files import write_atomically
 from headstart.infer.measure.progress import progress_bar
 
+from ..processes.agreement import Total, wait_for_all
 from ..processes.memory import WRITING, enough_memory
 from ..recipe import Chat, Distill
 from .documents import Document
@@ -39,7 +40,7 @@ ROUNDS = "rounds"  # a folder beside the shards, with one for each round
 
 @dataclass(frozen=True)
 class Pace:
-    """What this process wrote, and how long it took."""
+    """What all processes wrote, and how long that took."""
 
     tokens: int  # supervised ones: neither prompts nor padding
     seconds: float
@@ -92,20 +93,27 @@ def distill(
     timed = [float(path.read_text()) for path in known if path.is_file()]
     for shard in set(numbers).difference(own):  # a kill may have come just before this
         writer.done(shard_units(writer.units, spec.shards, shard))
-    due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
-    bar = progress_bar(due, "distill", "text", disable=not progress)
-    started, tokens = time.perf_counter(), 0
+    # Of all processes, but for those that write the same.
+    due, done, tokens = (Total(world > 1) for _ in range(3))
+    mine = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
+    bar = progress_bar(due.add(mine), "distill", "text", disable=not progress)
+    started = time.perf_counter()
 
     def tick(units: int, count: int) -> None:
-        nonlocal tokens
-        tokens += count
-        bar.update(units)
-        speed = tokens / (time.perf_counter() - started)
+        done.add(units)
+        tokens.add(count)
+        if progress:
+            show()
+
+    def show() -> None:
+        bar.total = due.add()
+        speed = tokens.add() / (time.perf_counter() - started)
         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+        bar.update(done.add() - bar.n)
 
     for shard in own:
-        done, seconds = agree((len(timed), sum(timed)))
-        if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
+        count, seconds = agree((len(timed), sum(timed)))
+        if count and spec.max_seconds and seconds * (count + 1) / count > spec.max_seconds:
             break
         begun = time.perf_counter()
         units = shard_units(writer.units, spec.shards, shard)
@@ -119,8 +127,10 @@ def distill(
         timed.append(time.perf_counter() - begun)
         if spec.max_seconds:
             write_atomically(_seconds(folder, shard, spec.shards), f"{timed[-1]:.3f}\n")
+    if world > 1:
+        wait_for_all(show if progress else lambda: None)
     bar.close()
-    return Pace(tokens, time.perf_counter() - started)
+    return Pace(tokens.add(), time.perf_counter() - started)
 
 
 def _counted(
@@ -185,7 +195,7 @@ def write_manifest(
 
     Args:
         target: None where it was not loaded; its fingerprint is then null.
-        pace: this process's.
+        pace: since the run was last started.
     """
     counts = summary(spec, folder)
     speed = pace.tokens / pace.seconds if pace.tokens else 0.0
@@ -200,7 +210,7 @@ def write_manifest(
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": chat_renderer(tokenizer, chat, spec.chat).template_hash,
         "settings": {"distill": asdict(spec), "chat": asdict(chat or Chat())},
-        "tokens_per_second": round(speed, 1),  # of process 0, since it was last started
+        "tokens_per_second": round(speed, 1),  # since it was last started
         "versions": library_versions(),
     }
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=2, allow_nan=False) + "\n")

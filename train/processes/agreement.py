@@ -85,12 +85,27 @@ def on_process_0(work: Callable[[], Value]) -> Value:
     return held  # type: ignore[return-value]
 
 
-def wait_for_all() -> None:
-    """Return when every process has called, however late."""
+def wait_for_all(meanwhile: Callable[[], Any] = lambda: None) -> None:
+    """Return when every process has called, however late; `meanwhile` is called now and then."""
     if in_parallel():
         key, found, world = f"headstart/wait/{next(_numbers)}", store(), _world()
         found.add(key, 1)
-        _wait(lambda: found.add(key, 0) >= world, "the other processes")
+        _wait(lambda: found.add(key, 0) >= world, "the other processes", meanwhile)
+
+
+class Total:
+    """A number that grows; where it is `shared`, all processes make it, and any may add to it."""
+
+    def __init__(self, shared: bool):
+        self._key = f"headstart/total/{next(_numbers)}" if shared and in_parallel() else None
+        self._own = 0
+
+    def add(self, count: int = 0) -> int:
+        """The number so far, with `count` added."""
+        if self._key is not None:
+            return store().add(self._key, count)
+        self._own += count
+        return self._own
 
 
 def from_each(value: Value) -> list[Value]:
@@ -181,13 +196,14 @@ def _world() -> int:
     return torch.distributed.get_world_size()
 
 
-def _wait(done: Callable[[], bool], whom: str) -> None:
+def _wait(done: Callable[[], bool], whom: str, meanwhile: Callable[[], Any] = lambda: None) -> None:
     """Return when it is done; ProcessLost when a process has been silent for too long."""
     others = [rank for rank in range(_world()) if rank != torch.distributed.get_rank()]
     signs: dict[int, tuple[int, float]] = {}
     pause, looked = 0.001, 0.0
     while not done():
         time.sleep(pause)
+        meanwhile()
         pause = min(2 * pause, 0.25)
         if (now := time.monotonic()) < looked + 5:
             continue

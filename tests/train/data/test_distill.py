@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headstart.train.data.distill import distill, shard_units, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Windows, encode
 from headstart.train.data.training_rows import Rows
+from headstart.train.processes import agreement
 from headstart.train.recipe import Distill, RecipeError
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.paths import ROOT
@@ -128,6 +130,28 @@ def test_the_shards_do_not_depend_on_who_writes_them(
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
     write(tmp_path / "other", tokenizer, spec, seed=1)
     assert contents(tmp_path / "one") != contents(tmp_path / "other")
+
+
+def test_progress_and_speed_count_what_all_processes_write(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one writes first here, and both count in one store."""
+    distributed: Any = torch.distributed
+    shared = distributed.HashStore()
+    monkeypatch.setattr(agreement, "in_parallel", lambda: True)
+    monkeypatch.setattr(agreement, "store", lambda: shared)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 1)  # nobody waits
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    paces = []
+    for rank in (1, 0):
+        monkeypatch.setattr(agreement, "_numbers", count())
+        given = SPEC, tiny_target(), tokenizer, DOCUMENTS, tmp_path, 0, rank, 2
+        paces.append(distill(*given, progress=rank == 0))
+    assert "distill: 100% (20 texts)" in capsys.readouterr().err
+    assert [pace.tokens for pace in paces] == [7 * 9, 20 * 9]
 
 
 def test_temperature_writes_another_text(
