@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
+from ..processes.agreement import check_launcher
 from ..processes.engine import deepspeed_settings, under_fsdp
 from ..recipe import TargetSpec, Train
 
@@ -26,7 +27,8 @@ def training_arguments(
 
     Making them also sets up the processes, which must happen before anything else asks for those.
     Raises OptionError for an 8-bit optimizer without bitsandbytes or a tracker that is not
-    installed, and RecipeError where the rows of a step cannot be divided.
+    installed, RecipeError where the rows of a step cannot be divided, and ProcessLost where the
+    launcher is gone.
     """
     for tracker in spec.report_to:
         if importlib.util.find_spec(tracker) is None:
@@ -78,6 +80,7 @@ def training_arguments(
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }
+    check_launcher()
     args = TrainingArguments(**settings | changes)
     args.own_autocast = bf16 and fsdp  # type: ignore[attr-defined]  # accelerate's casts weights
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel

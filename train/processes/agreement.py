@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ Value = TypeVar("Value")
 SILENT = 300.0
 """Seconds without a sign of life after which a process counts as lost."""
 
+_KEPT_BY_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 _REACHED = 10  # seconds within which the launcher's store answers, or is gone
 
 _numbers = count()  # of the waits so far; all processes make the same ones
@@ -32,8 +34,21 @@ class StoppedByProcess0(ValueError):
     """Process 0 has stopped, and says why; the other processes end with it."""
 
 
-class ProcessLost(RuntimeError):
-    """Another process of the run does not answer any more."""
+class ProcessLost(ConnectionError):
+    """The launcher, or another process of the run, does not answer any more."""
+
+
+def check_launcher() -> None:
+    """Raise ProcessLost where a launcher has started this process and is gone.
+
+    It keeps the store that processes find each other by, and they would look for it for as long as
+    collectives may take.
+    """
+    if os.environ.get(_KEPT_BY_LAUNCHER) == "True" and _launchers_store() is None:
+        raise ProcessLost(
+            f"process {os.environ.get('RANK')} was started by a launcher that has ended, or that "
+            f"does not answer at {os.environ.get('MASTER_ADDR')}; start the run again."
+        )
 
 
 def in_parallel() -> bool:
@@ -172,13 +187,15 @@ def first_to_say(message: str) -> bool:
 
 def _launchers_store() -> Any:
     """The store that torch's launcher keeps for its processes; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get(_KEPT_BY_LAUNCHER) != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit, distributed = timedelta(seconds=_REACHED), cast("Any", torch.distributed)
     try:
+        # Where nobody listens, torch's client would try again and again, and print that it does.
+        socket.create_connection((host, port), _REACHED).close()
         return distributed.TCPStore(host, port, is_master=False, timeout=limit)
-    except (RuntimeError, ValueError):  # it is gone, or was never reached
+    except (OSError, RuntimeError, ValueError):  # it is gone, or was never reached
         return None
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from headstart.heads import OptionError
 from headstart.train import pipeline
+from headstart.train.fit.arguments import training_arguments
 from headstart.train.processes import launched
+from headstart.train.processes.agreement import ProcessLost, check_launcher
 from headstart.train.processes.launched import check_same, check_same_target, several_nodes
-from headstart.train.recipe import parse_recipe
+from headstart.train.recipe import Train, parse_recipe
 from tests.support.launches import Job, recipe, weights
 from tests.support.recipes import TINY
 
@@ -109,3 +112,19 @@ def test_a_launcher_says_whether_there_are_other_nodes() -> None:
     assert not several_nodes({}) and not several_nodes({"WORLD_SIZE": "4"})
     assert not several_nodes({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
     assert several_nodes({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_a_process_whose_launcher_ended_before_it_joined_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_launcher()  # there is none
+    distributed: Any = torch.distributed
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    port = str(store.port)
+    for name, value in [("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)]:
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    check_launcher()
+    del store
+    with pytest.raises(ProcessLost, match="process 1 was started by a launcher that has ended"):
+        training_arguments(Train(), Path("never"), 0)
