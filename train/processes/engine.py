@@ -34,6 +34,13 @@ TOGETHER = "tensor parallelism"
 """What a run is spread by whose processes divide the target's layers, in words."""
 
 
+_OF_RECIPE = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping",
+)  # fmt: skip
+"""DeepSpeed's names of what the recipe says."""
+
+
 def deepspeed_settings(environment: Mapping[str, str], bf16: bool) -> dict[str, Any] | None:
     """DeepSpeed's configuration for a run that was launched for it, None for any other run.
 
@@ -45,7 +52,8 @@ def deepspeed_settings(environment: Mapping[str, str], bf16: bool) -> dict[str, 
             what is sent between processes stay float32.
 
     Raises:
-        OptionError: a configuration file of the user's own that casts weights, or is no JSON.
+        OptionError: a configuration file of the user's own that casts weights, or has an optimizer
+            or a schedule, or is no JSON.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
@@ -83,10 +91,7 @@ def _settings_of_stage(environment: Mapping[str, str]) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # the same with offloading
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        **dict.fromkeys(_OF_RECIPE, "auto"),
     }
 
 
@@ -108,6 +113,14 @@ def _own_settings(file: Path) -> dict[str, Any]:
                 "on a GPU products are taken in bfloat16 all the same, and the target has the "
                 "recipe's dtype."
             )
+    for name in ("optimizer", "scheduler"):
+        if name in settings:
+            raise OptionError(
+                f"{file} has the section {name}, which would replace the recipe's; remove it: the "
+                "optimizer is AdamW, and its rates are those of train.learning_rate and "
+                "train.warmup_ratio."
+            )
+    settings = dict.fromkeys(_OF_RECIPE, "auto") | settings
     settings.setdefault("zero_allow_untested_optimizer", True)
     settings.setdefault("zero_force_ds_cpu_optimizer", False)
     return settings
