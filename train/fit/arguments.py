@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
-from ..processes.agreement import check_launcher
+from ..processes.agreement import check_launcher, is_process_0
 from ..processes.engine import deepspeed_settings, under_fsdp
 from ..recipe import TargetSpec, Train
+
+logger = logging.getLogger(__name__)
+
+_PRECISION = "ACCELERATE_MIXED_PRECISION"  # as a launcher sets it
 
 
 def training_arguments(
@@ -81,6 +86,7 @@ def training_arguments(
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }
     check_launcher()
+    _decide_precision(bf16)
     args = TrainingArguments(**settings | changes)
     args.own_autocast = bf16 and fsdp  # type: ignore[attr-defined]  # accelerate's casts weights
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
@@ -90,6 +96,17 @@ def training_arguments(
 def multiplies_in_bf16() -> bool:
     """Whether training takes products in bfloat16: on GPUs that do."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _decide_precision(bf16: bool) -> None:
+    """Leave products to the settings above, whatever a launcher's own configuration asks for."""
+    asked = os.environ.get(_PRECISION, "no")
+    if asked not in ("no", "bf16" if bf16 else "no") and is_process_0():
+        logger.warning(
+            "the launcher's mixed_precision %s is not used: products are taken in %s here, and the "
+            "target has target.dtype", asked, "bfloat16" if bf16 else "float32",
+        )  # fmt: skip
+    os.environ[_PRECISION] = "no"
 
 
 def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Settings that need a library which is not installed."""
+"""What a run is started with: settings that need a library, and what a launcher asks for."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from headstart.heads import OptionError
+from headstart.train.fit import arguments
 from headstart.train.fit.arguments import load_options, training_arguments
+from headstart.train.processes.engine import describe
 from headstart.train.recipe import RecipeError, TargetSpec, Train
 
 
@@ -41,6 +44,20 @@ def test_the_rows_of_a_step_are_divided_by_the_processes(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RecipeError, match="4 processes"):
         training_arguments(spec, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("asked", ["no", "bf16", "fp16"])
+def test_products_have_the_dtype_that_is_told_whatever_a_launcher_asks_for(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As accelerate's configuration in a user's home may."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    monkeypatch.setattr(arguments, "multiplies_in_bf16", lambda: False)
+    args = training_arguments(Train(), tmp_path, seed=0)
+    assert args.mixed_precision == os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert describe(args, {}).endswith("float32")
+    told = f"mixed_precision {asked} is not used: products are taken in float32"
+    assert (told in caplog.text) == (asked != "no")
 
 
 def test_what_a_target_is_loaded_with() -> None:
