@@ -111,9 +111,9 @@ class _Answers:
             body = await _body(request, self._model.bounds.body)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_LEFT)
-        loop, raises = asyncio.get_running_loop(), self._handler.raises_errors
+        loop = asyncio.get_running_loop()
         bodies = self._handler.each_answer(body)
-        managers = [Manager(self._writer, loop, raises) for _ in bodies]
+        managers = [Manager(self._writer, loop) for _ in bodies]
         request_id = request.state.request_id
 
         def handled(body: dict[str, Any], manager: Manager) -> Awaitable[Any]:

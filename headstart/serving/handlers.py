@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
+from openai.types import CompletionUsage
 from transformers import BatchEncoding
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler
+from transformers.cli.serving.response import ResponseHandler, compute_usage
+from transformers.cli.serving.utils import BaseHandler, ReasoningText
 
 from headstart.train.figures.pieces import text_of
 
 from .asked import EXTRA, check_asked, check_fields
+from .events import Events
 from .forms import answer_form
 from .probabilities import Told, asked_probabilities
 from .several import END, each_answer
 from .shapes import biases_of, calls_of, check_ids, stops_of, without_nulls
-from .stops import before_stop
 from .writing import ASKED, Asked, said_of
 
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -47,12 +48,10 @@ class _Own(BaseHandler):
 
     Attributes:
         asked_in: the field that a request must have.
-        raises_errors: whether errors of a stream are told by `_with_end`.
         each_answer: makes requests for a single answer of one.
     """
 
     asked_in = "messages"
-    raises_errors = True
     each_answer = staticmethod(each_answer)
     _config: Any = None  # of the request's generation
     _asked = Asked()
@@ -106,6 +105,7 @@ class _Own(BaseHandler):
             stops=tuple(stops),
             logprobs=asked_probabilities(body),
             grammar=self._grammar,
+            tools=body.get("tools", ()),
             **{name: float(body.get(name, 0)) for name in _PENALTIES},
         )
         setattr(config, ASKED, self._asked)
@@ -191,11 +191,41 @@ async def _with_end(parts: Any, before: str) -> AsyncIterator[Any]:
 class Chats(_Ended, ChatCompletionHandler):
     """Of /v1/chat/completions."""
 
-    def _build_completion(self, request_id: str, content: str, *given: Any, **options: Any) -> Any:
-        content = before_stop(content, self._asked.stops)  # which is read from tokens again
-        if thoughts := options.get("reasoning_content"):
-            options["reasoning_content"] = before_stop(thoughts, self._asked.stops)
-        return super()._build_completion(request_id, content, *given, **options)
+    async def _non_streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Any,
+        tools: Any = None,
+    ) -> JSONResponse:
+        answer = await gen_manager.answer(model, processor, inputs, gen_config)
+        calls: Any = [
+            {
+                "id": f"{request_id}_tool_call_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(answer.read.calls)
+        ]
+        reason = "length" if self._is_cut(answer.written) else "stop"
+        found = self._build_completion(
+            request_id,
+            answer.read.text,
+            model_id,
+            finish_reason="tool_calls" if calls else reason,
+            usage=CompletionUsage(
+                prompt_tokens=answer.prompt,
+                completion_tokens=answer.written,
+                total_tokens=answer.prompt + answer.written,
+            ),
+            tool_calls=calls or None,
+            reasoning_content=answer.read.thoughts or None,
+        )
+        return JSONResponse(found)
 
 
 class Completions(_Ended, CompletionHandler):
@@ -247,38 +277,61 @@ class _OfIds:
 
 
 class Responses(_Own, ResponseHandler):
-    """Of /v1/responses: an answer that was cut is told to be incomplete."""
+    """Of /v1/responses."""
 
     asked_in = "input"
-    raises_errors = False
     each_answer = staticmethod(lambda body: [body])
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        answer = await super().handle_request(body, request_id)
-        if isinstance(answer, StreamingResponse):
-            answer.body_iterator = self._told(answer.body_iterator)
-            return answer
-        return JSONResponse(self._response(json.loads(bytes(answer.body))))
+    def _streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        body: dict[str, Any],
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Any,
+        tools: Any = None,
+    ) -> StreamingResponse:
+        pieces, streamer = gen_manager.generate_streaming(
+            model, processor, inputs, gen_config, request_id
+        )
+        events, prompt = Events(request_id, model_id, body), inputs["input_ids"].shape[-1]
 
-    def _response(self, found: dict[str, Any]) -> dict[str, Any]:
-        if not self._is_cut(found["usage"]["output_tokens"]):
-            return found
-        messages = [each for each in found["output"] if each["type"] == "message"]
-        for each in messages[-1:]:
-            each["status"] = "incomplete"
-        why = {"reason": "max_output_tokens"}
-        return found | {"status": "incomplete", "incomplete_details": why}
+        async def told() -> AsyncIterator[str]:
+            yield events.begin()
+            try:
+                while (item := await pieces.get()) is not None:
+                    yield events.add(item)
+            except Exception as error:
+                yield events.fail(said_of(error)["message"])
+            else:
+                yield self._end(events, prompt, streamer.total_tokens)
+            finally:
+                streamer.cancel()
 
-    async def _told(self, parts: Any) -> AsyncIterator[Any]:
-        async with contextlib.aclosing(parts):
-            async for part in parts:
-                if part.startswith("data: ") and '"response.completed"' in part:
-                    part = self._last(part)
-                yield part
+        return StreamingResponse(told(), media_type="text/event-stream")
 
-    def _last(self, part: str) -> str:
-        """The event that ends a stream, of the type that the answer has."""
-        event = json.loads(part.removeprefix("data: "))
-        response = self._response(event["response"])
-        kind = f"response.{response['status']}"
-        return f"data: {json.dumps(event | {'type': kind, 'response': response})}\n\n"
+    async def _non_streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        body: dict[str, Any],
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Any,
+        tools: Any = None,
+    ) -> JSONResponse:
+        answer = await gen_manager.answer(model, processor, inputs, gen_config)
+        events, (text, thoughts, calls) = Events(request_id, model_id, body), answer.read
+        for item in (ReasoningText(thoughts), text, *calls):
+            if item:
+                events.add(item)
+        self._end(events, answer.prompt, answer.written)
+        return JSONResponse(events.response)
+
+    def _end(self, events: Events, prompt: int, written: int) -> str:
+        return events.end(compute_usage(prompt, written).model_dump(), self._is_cut(written))

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers.decoders import DecodeStream
-from transformers.cli.serving.utils import DirectStreamer, ReasoningText, _GenerationCancelled
+from transformers.cli.serving.utils import (
+    DirectStreamer,
+    ReasoningText,
+    _GenerationCancelled,
+    response_events_to_chunks,
+)
 
 from headstart.infer import RoundStreamer
 
@@ -70,8 +75,13 @@ class Cut(DirectStreamer, RoundStreamer):
         log: Log | None = None,
     ):
         self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
-        self._log = log
+        self._log, self._begun = log, set[type]()
+        first = []
+        if parser is not None:  # what the prompt has begun of the answer
+            first, parser.initial_events = response_events_to_chunks(parser.initial_events), []
         super().__init__(tokenizer, loop, pieces, response_parser=parser)
+        for item in first:
+            self._enqueue(item)
 
     def continue_after(self, context: list[int]) -> None:
         """Write what follows the text of these tokens; see `context_of`."""
@@ -102,6 +112,10 @@ class Cut(DirectStreamer, RoundStreamer):
             self._round.append(item)
             return
         self._kind = ReasoningText if isinstance(item, ReasoningText) else str
+        if self._parser is not None and self._kind not in self._begun:
+            item = item.lstrip()  # between marks of a template there are line ends
+        if item:
+            self._begun.add(self._kind)
         self._add(self._until.add(item))
 
     def _add(self, text: str) -> None:

@@ -13,11 +13,7 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers.cli.serving.utils import (
-    GenerateManager,
-    GenerationState,
-    _StreamError,
-)
+from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from headstart.heads.core import counted, end_tokens, trained_context
 from headstart.terminal import one_line
@@ -25,6 +21,7 @@ from headstart.train.figures.pieces import context_of, continued
 
 from .metrics import Metrics
 from .probabilities import Log, Spelling, Told
+from .reading import Read, reader_of
 from .stops import AtStop, before_stop
 from .streamers import Cut, Left, UntilLeft
 
@@ -48,6 +45,7 @@ class Asked(NamedTuple):
     grammar: Grammar | None = None  # the answer's form
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    tools: Sequence[dict[str, Any]] = ()  # that it may call
 
     @property
     def options(self) -> dict[str, Any]:
@@ -173,20 +171,26 @@ class Writer:
         return found
 
 
+class Answer(NamedTuple):
+    """A whole answer, with the number of tokens of its prompt and its own."""
+
+    read: Read
+    prompt: int
+    written: int
+
+
 class Manager(GenerateManager):
     """Generates what the handler of one request asks for.
 
     Args:
         loop: the one that sends the answer.
-        raises: whether an error of a stream is raised where the stream is read. Otherwise it is
-            handed to the handler, which has events for it.
 
     Attributes:
         told: the tokens of an answer that is not streamed, if their probabilities are asked for.
     """
 
-    def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop, raises: bool):
-        self.pieces, self.told = Pieces(raises), list[Told]()
+    def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop):
+        self.pieces, self.told = Pieces(), list[Told]()
         self._writer, self._loop, self._left = writer, loop, threading.Event()
         _lefts.add(self._left)
 
@@ -203,11 +207,16 @@ class Manager(GenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> Any:
-        """The pieces of an answer that is written meanwhile, and its streamer."""
+        """The pieces of an answer that is written meanwhile, and its streamer.
+
+        The parser of transformers is not used: it would lose what it cannot read.
+        """
         asked, context = asked_of(gen_config), _context(processor, inputs, gen_config)
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        log = self._log(tokenizer, gen_config, context, response_parser is None)
-        streamer = Cut(tokenizer, self._loop, self.pieces, response_parser, asked.stops, log)
+        tokenizer, reader = processor._tokenizer, None
+        if not asked.continues:
+            reader = reader_of(processor, model, inputs["input_ids"], asked.tools)
+        log = self._log(tokenizer, gen_config, context, reader is None)
+        streamer = Cut(tokenizer, self._loop, self.pieces, reader, asked.stops, log)
         streamer.continue_after(context)
         streamer._cancelled = self._left
         run = self._generation(processor, inputs, gen_config, streamer)
@@ -239,6 +248,19 @@ class Manager(GenerateManager):
         ids = sequences[0, length:]
         text = continued(processor, context, ids.tolist())
         return before_stop(text, stops), length, ids
+
+    async def answer(self, model: Any, processor: Any, inputs: Any, config: Any) -> Answer:
+        """A whole answer to a chat."""
+        said = await self.generate_non_streaming(model, processor, inputs, config, "")
+        text, prompt, ids = said
+        read, stops = Read(text), asked_of(config).stops
+        reader = reader_of(processor, model, inputs["input_ids"], asked_of(config).tools)
+        if reader is not None:
+            read = reader.read(processor.decode(ids))
+            read = Read(
+                before_stop(read.text, stops), before_stop(read.thoughts, stops), read.calls
+            )
+        return Answer(read, prompt, len(ids))
 
     def spelled(self, tokens: Sequence[Told], chat: bool) -> dict[str, Any]:
         """The `logprobs` of a choice."""
@@ -299,13 +321,12 @@ class State(GenerationState):
 class Pieces:
     """What a streamed answer consists of, in the order in which it was written, ended by None.
 
-    `get` raises an error that ended the answer where it is read, if `raises`.
+    `get` raises an error that ended the answer where it is read.
     """
 
-    def __init__(self, raises: bool):
+    def __init__(self) -> None:
         self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._first: list[Any] = []
-        self._raises = raises
 
     def put_nowait(self, item: Any) -> None:
         self._items.put_nowait(item)
@@ -318,11 +339,9 @@ class Pieces:
 
     async def get(self) -> Any:
         item = self._first.pop() if self._first else await self._items.get()
-        if not isinstance(item, Exception):
-            return item
-        if self._raises:
+        if isinstance(item, Exception):
             raise item
-        return _StreamError(said_of(item)["message"])
+        return item
 
     def get_nowait(self) -> Any:
         """Nothing, so that handlers send each piece before they read an error."""

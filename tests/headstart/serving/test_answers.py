@@ -112,9 +112,7 @@ def test_an_answer_that_ends_with_its_last_token_is_not_cut(
 def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
     from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-    from headstart.serving.handlers import Chats
     from headstart.serving.streamers import Cut
-    from headstart.serving.writing import Asked
 
     said: Any = SimpleNamespace(items=[], put_nowait=lambda item: said.items.append(item))
     loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, item: call(item))
@@ -134,11 +132,6 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
         (thought, "a"), (thought, "X"), (str, "Yb"), (str, "c"), (str, "X"), (ToolCall, call),
     ]  # fmt: skip
     assert written(thought("aXY"), "b", None) == [(thought, "a")]
-    chats: Any = Chats.__new__(Chats)
-    chats._asked = Asked(stops=("XY",))
-    found = chats._build_completion("1", "saidXY", "m", "stop", reasoning_content="soXY")
-    message = found["choices"][0]["message"]
-    assert (message["content"], message["reasoning_content"]) == ("said", "so")
 
 
 def test_what_a_round_wrote_is_one_piece(client: Any) -> None:
@@ -487,7 +480,7 @@ from headstart.serving.writing import Manager, Writer, in_thread
 from tests.support.served import speaker
 
 batcher, begun = Batcher(speaker(512), 1), threading.Event()
-manager = Manager(Writer(batcher, "talker", None), None, True)
+manager = Manager(Writer(batcher, "talker", None), None)
 
 class Begins(UntilLeft):
     def put_round(self, emitted):

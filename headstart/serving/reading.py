@@ -1,0 +1,89 @@
+"""What of an answer is text, what thoughts, and what calls of tools, by the response template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    _normalize_tool_call,
+    get_response_template,
+    response_events_to_chunks,
+)
+from transformers.utils.chat_parsing import ResponseParser
+
+_CALLS = "tool_calls"
+
+
+class Read(NamedTuple):
+    """The parts of an answer."""
+
+    text: str
+    thoughts: str = ""
+    calls: Sequence[ToolCall] = ()
+
+
+class Reader(ResponseParser):
+    """Reads an answer of any text: what begins as a call and is none, or is cut, is text.
+
+    That of transformers raises an error then, and the answer would be lost.
+    """
+
+    _begun = 0  # where the present region begins in the buffer, with its mark
+
+    def read(self, text: str) -> Read:
+        """The parts of a whole answer, its text being that on all sides of thoughts and calls."""
+        events = [*self.initial_events, *self.feed(text), *self.finalize()[1]]
+        items = response_events_to_chunks(events)
+        thoughts = [item for item in items if isinstance(item, ReasoningText)]
+        calls = [item for item in items if isinstance(item, ToolCall)]
+        said = [item for item in items if not isinstance(item, ReasoningText | ToolCall)]
+        return Read("".join(said).strip(), "".join(thoughts).strip(), calls)
+
+    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        events = list[dict[str, Any]]()
+        self._process(events, eos=True)  # fields that the template expects may be missing
+        return self._output, events
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        self._begun = m.start()
+        super()._open_explicit(events, field, m)
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        known = len(events)
+        try:
+            super()._close_current(events)
+            events[known:] = [each for event in events[known:] for each in _checked(event)]
+        except Exception:  # the target may have written anything
+            del events[known:]
+            text = self._buffer[self._begun : self._pos]
+            field = self._spec.fields.get(self._implicit_name or "")
+            if field is not None and field.close_re is not None:
+                text = field.close_re.split(text, maxsplit=1)[0]  # without the end token
+            events.append({"type": "region_chunk", "field": "content", "text": text})
+            self._reset_to_implicit()
+
+
+def _checked(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The event of a region's end, one for each call if it is of calls."""
+    if event.get("field") != _CALLS:
+        return [event]
+    value = event["value"]
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(_normalize_tool_call(each).name, str) for each in calls):
+        raise ValueError("no call")
+    return [event | {"value": each} for each in calls]
+
+
+def reader_of(processor: Any, model: Any, prompt: Any, tools: Any) -> Reader | None:
+    """Reads the answer to a prompt [1, P]; None where it is known of no template how it is written.
+
+    Args:
+        tools: of the request; the arguments of calls get the types that these have.
+    """
+    template = get_response_template(processor, model)
+    if template is None:
+        return None
+    return Reader(template, prefix=processor.decode(prompt[0]), tools=tools)

@@ -1,0 +1,149 @@
+"""Calls of tools, thoughts and text in answers, also in those that a parser cannot read."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils.import_utils import is_serve_available
+
+from headstart.infer.stats import Stats
+from tests.support.served import served, speaker
+
+if not is_serve_available():
+    pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
+
+from headstart.serving.reading import Reader
+
+CALLS = {
+    "open_pattern": r"\s*<call>",
+    "close": "</call>",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": CALLS,
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+F = '{"name": "f", "arguments": {"a": 1}}'
+G = F.replace('"f"', '"g"')
+ONE = f"<call>{F}</call>"
+BROKEN = ['<call>{"name": "f", "arg</call>', '<call>{"name": "f"}</call>', "<call>[]</call>"]
+BROKEN += ['<call>{"name": 5, "arguments": {}}</call>', '<call>{"name": "f", "argum']
+CALL = "function_call"
+
+
+class Repeats:
+    """In a batcher's place: answers with what it is asked, a token a round."""
+
+    waiting = 0
+
+    def __init__(self) -> None:
+        spoken: Any = speaker(512)
+        self.model, self.tokenizer, self.stats = spoken.model, spoken.tokenizer, Stats()
+        self.tokenizer.response_template = TEMPLATE
+        self.stats.decode_seconds = 1.0
+
+    def generate(self, input_ids: Any, streamer: Any, generation_config: Any, **_: Any) -> Any:
+        asked = self.tokenizer.decode(input_ids[0]).split("user\n")[1].split("<|im_end|>")[0]
+        ids = self.tokenizer.encode(asked + "<|im_end|>", add_special_tokens=False)
+        ids = torch.tensor(ids[: generation_config.max_new_tokens])
+        streamer.put(input_ids)
+        for each in ids.split(1):
+            streamer.put(each)
+        streamer.end()
+        return torch.cat((input_ids, ids[None]), 1)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with served(Repeats()) as client:
+        yield client
+
+
+def chat(client: Any, text: str, stream: bool, **options: Any) -> tuple[str, str, list[Any], str]:
+    """The text, thoughts, calls and finish_reason of an answer."""
+    body = {"model": "talker", "messages": [{"role": "user", "content": text}]}
+    found = client.chat.completions.create(**body | options, stream=stream)
+    if not stream:
+        message = found.choices[0].message
+        calls = [(each.function.name, each.function.arguments) for each in message.tool_calls or ()]
+        thoughts = getattr(message, "reasoning_content", "")
+        return message.content, thoughts, calls, found.choices[0].finish_reason
+    choices = [part.choices[0] for part in found]
+    deltas = [each.delta for each in choices]
+    calls = [call.function for each in deltas for call in each.tool_calls or ()]
+    return (
+        "".join(each.content or "" for each in deltas),
+        "".join(getattr(each, "reasoning_content", "") for each in deltas),
+        [(each.name, each.arguments) for each in calls],
+        choices[-1].finish_reason,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_is_no_call_is_text(client: Any, stream: bool) -> None:
+    assert chat(client, ONE, stream) == ("", "", [("f", '{"a": 1}')], "tool_calls")
+    for text in BROKEN:
+        assert chat(client, text, stream) == (text, "", [], "stop")
+        found = chat(client, f"ab\n{text}", stream)
+        assert found == (f"ab\n{text}", "", [], "stop")
+    cut = chat(client, ONE, stream, max_tokens=19)
+    assert cut == (ONE[:19], "", [], "length")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_text_on_both_sides_of_a_call_is_kept(client: Any, stream: bool) -> None:
+    found = chat(client, f"ab{ONE} c{ONE}{BROKEN[0]}", stream)
+    assert found == (f"ab c{BROKEN[0]}", "", [("f", '{"a": 1}')] * 2, "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_line_ends_around_marks_are_left_out(client: Any, stream: bool) -> None:
+    found = chat(client, "<think>\nso</think>\n\nab", stream)
+    assert found == ("ab", "so", [], "stop")
+
+
+def test_several_calls_may_stand_in_one_region() -> None:
+    each = {"name": "{name}", "arguments": "{arguments}"}
+    calls = CALLS | {"transform": {"function": each}, "transform_each": True, "repeats": False}
+    fields: dict[str, Any] = {**TEMPLATE["fields"], "tool_calls": calls}  # type: ignore[dict-item]
+    reader = Reader({**TEMPLATE, "fields": fields}, prefix="")
+    read = reader.read(f"<call>[{F}, {G}]</call>")
+    assert [call.name for call in read.calls] == ["f", "g"] and read.text == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ab", ["message"]),
+        (ONE, ["function_call"]),
+        (f"<think>so</think>ab{ONE}{ONE}", ["reasoning", "message", *["function_call"] * 2]),
+        (f"ab{ONE}cd", ["message", "function_call", "message"]),
+    ],
+)
+def test_a_streamed_response_is_the_whole_one(client: Any, text: str, expected: Any) -> None:
+    """As the client puts it together, which refuses events for the wrong item."""
+    asked: dict[str, Any] = {"model": "talker", "input": text}
+    with client.responses.stream(**asked, metadata={"a": "b"}) as events:
+        kinds = [event.type for event in events]
+        found = events.get_final_response()
+    assert [item.type for item in found.output] == expected
+    assert len({item.id for item in found.output}) == len(expected)
+    assert kinds.count("response.output_item.done") == len(expected)
+    assert found.output_text == text.removeprefix("<think>so</think>").replace(ONE, "")
+    whole = client.responses.create(**asked, metadata={"a": "b"})
+    assert whole.metadata == found.metadata == {"a": "b"}
+    assert whole.output_text == found.output_text and whole.usage == found.usage
+    calls = [
+        [(each.name, json.loads(each.arguments)) for each in answer.output if each.type == CALL]
+        for answer in (found, whole)
+    ]
+    assert calls[0] == calls[1] == [("f", {"a": 1})] * expected.count(CALL)
