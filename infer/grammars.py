@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = 256  # texts after which the allowed tokens are kept, V / 8 bytes each
 
-_SPACE = r"( |\n{1,2}[ \t]{0,40})?"
+SPACE = r"( |\n{1,2}[ \t]{0,40})?"
 """The space between two tokens of JSON. Without a bound, small models write nothing else."""
 
 
@@ -51,7 +51,7 @@ class Grammar:
     thoughts: tuple[str, str] | None = None
 
     @classmethod
-    def json_schema(cls, schema: dict[str, Any] | bool | str) -> Self:
+    def json_schema(cls, schema: dict[str, Any] | str) -> Self:
         """JSON that a JSON schema describes.
 
         Args:
@@ -66,9 +66,9 @@ class Grammar:
             text = json.dumps(found)
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(f"{name} is no JSON: {_said(error)}; correct it.") from error
-        if not isinstance(found, dict | bool):
+        if not isinstance(found, dict):
             raise OptionError(f"{name} is {text[:40]}; expected an object.")
-        return cls._read(name, "grammar_from_json_schema", text, {"whitespace_pattern": _SPACE})
+        return cls._read(name, "grammar_from_json_schema", text, {"whitespace_pattern": SPACE})
 
     @classmethod
     def json_object(cls) -> Self:

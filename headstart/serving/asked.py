@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .calls import must_call
 from .probabilities import asked_probabilities
 from .settings import FIELDS, SETTINGS, check_settings
 from .shapes import check_shapes, shown, wrong
@@ -36,7 +37,6 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "audio": (lambda of: False, _TEXT_ALONE),
     "functions": (lambda of: not of, "use tools"),
     "function_call": (lambda of: of == "none", "use tools"),
-    "tool_choice": (lambda of: of == "auto", "leave tools out, or let the model choose"),
     "parallel_tool_calls": (lambda of: of is True, _CALLS),
     "max_tool_calls": (lambda of: False, _CALLS),
     "web_search_options": (lambda of: False, "leave it out: nothing is searched"),
@@ -47,8 +47,6 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "background": (lambda of: of is False, "leave it out: the answer is sent when it is written"),
     "truncation": (lambda of: of == "disabled", "shorten the prompt yourself"),
 }
-_OF_TOOLS = ("tool_choice", "parallel_tool_calls")  # ask for nothing where there are no tools
-
 _OTHER_NAMES = {
     "min_tokens": "min_new_tokens",
     "stop_token_ids": "eos_token_id",
@@ -115,8 +113,10 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
             "echo is true, and there are no probabilities of a prompt; leave logprobs or echo out"
         )
     for name, (harmless, remedy) in _UNAVAILABLE.items():
-        if name not in body or (name in _OF_TOOLS and not body.get("tools")):
+        if name not in body:
             continue
+        if name == "parallel_tool_calls" and (must_call(body) or not body.get("tools")):
+            continue  # a form ensures it, or there is nothing to call
         if not harmless(body[name]):
             value = shown(body[name])
             raise ValueError(f"{name} is {value}, which this server cannot do; {remedy}")

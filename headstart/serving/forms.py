@@ -9,6 +9,7 @@ from transformers.cli.serving.utils import get_response_template
 
 from headstart.infer import Grammar
 
+from .calls import form_of_calls, must_call
 from .shapes import wrong
 
 _OUTPUTS: dict[str, Callable[[Any], Grammar]] = {
@@ -58,12 +59,15 @@ def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def answer_form(body: Mapping[str, Any], tokenizer: Any, model: Any) -> Grammar | None:
-    """`grammar_of` a request to a model, after the thoughts by which it may begin a chat's answer.
+    """`grammar_of` a request to a model, after the thoughts by which it may begin a chat's answer;
+    or the form of the calls that it must make.
 
     Raises:
-        ValueError: see `grammar_of`.
+        ValueError: see `grammar_of` and `form_of_calls`.
     """
     grammar = grammar_of(body)
+    if must_call(body):
+        grammar = form_of_calls(body, tokenizer, model)
     if grammar is None or "prompt" in body or not (marks := thoughts_of(tokenizer, model)):
         return grammar
     return grammar.after_thoughts(*marks)

@@ -206,6 +206,7 @@ def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) ->
         (lambda: Grammar.json_schema("{"), "JSON schema is no JSON"),
         (lambda: Grammar.json_schema({1, 2}), "JSON schema is no JSON"),  # type: ignore[arg-type]
         (lambda: Grammar.json_schema("[1]"), r"JSON schema is \[1\]; expected an object"),
+        (lambda: Grammar.json_schema("true"), "JSON schema is true; expected an object"),
         (lambda: Grammar.choice([]), "expected a list of texts"),
         (lambda: Grammar.choice("ab"), "expected a list of texts"),
         (lambda: Grammar.lark("start"), "the grammar cannot be used: .*Expected"),

@@ -19,11 +19,6 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"messages": SAID}, None, "/v1/completions"),
         ({"input": "a"}, None, "/v1/completions"),
         ({"messages": SAID, "tools": TOOLS}, "{{ messages }}", "no place for tools"),
-        (
-            {"messages": SAID, "tools": TOOLS, "tool_choice": "required"},
-            "{{ tools }}",
-            "tool_choice",
-        ),
         ({"messages": SAID, "reasoning_effort": "low"}, "x", "chat_template_kwargs"),
         ({"input": "a", "previous_response_id": "r1"}, "x", "whole conversation"),
         ({"prompt": "a", "max_tokens": -1}, None, "from 1"),
@@ -87,6 +82,11 @@ def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
         ({"input": "a", "background": False, "truncation": "disabled"}, "x"),
         ({"messages": SAID, "parallel_tool_calls": False, "modalities": ["text"]}, "x"),
         ({"messages": SAID, "tools": TOOLS, "parallel_tool_calls": True}, "{{ tools }}"),
+        (
+            {"messages": SAID, "tools": TOOLS, "tool_choice": "required"}
+            | {"parallel_tool_calls": False},
+            "{{ tools }}",
+        ),
         ({"messages": SAID, "chat_template_kwargs": {"enable_thinking": False}}, "x"),
         ({"prompt": "a", "frequency_penalty": 0, "repetition_penalty": 1.3}, None),
         ({"prompt": "a", "top_k": -1, "min_p": 0.1}, None),
