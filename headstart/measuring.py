@@ -221,9 +221,8 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
         )
     name = str(prepared.target.model.config._name_or_path)
     tokenizer = prepared.target.tokenizer
-    return Measured(
-        matrix, name, tokenizer, prepared.chats, cells, reports, answers, notes + _noise(reports)
-    )
+    notes += noise_notes(reports)
+    return Measured(matrix, name, tokenizer, prepared.chats, cells, reports, answers, notes)
 
 
 def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]) -> None:
@@ -258,19 +257,21 @@ def _against_the_limit(
     return [said_of_limit(report) for report in reports]
 
 
-def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:
+def noise_notes(reports: Sequence[dict[str, Any]]) -> list[str]:
     """Which speedups are no more than noise."""
-    names = [key for key in reports[0] if key.startswith("speedup_vs_")]
-    pairs = [(report, key) for report in reports for key in names if key in report]
-    judged = [(report, key, report[key]["within_noise"]) for report, key in pairs]
-    said = []
-    if any(unsure is None for *_, unsure in judged):
-        said.append("Fewer than 6 prompts: too few to tell a speedup from noise.")
-    same = [
-        f"{report['way']} and {_CALLED[key.removeprefix('speedup_vs_')]}"
-        for report, key, unsure in judged
-        if unsure
+    from headstart.reports.measured import labelled
+
+    judged = [
+        (label, key, report[f"speedup_vs_{key}"]["within_noise"], report["batch_size"])
+        for label, report in labelled(reports).items()
+        for key in _CALLED
+        if f"speedup_vs_{key}" in report
     ]
+    said = []
+    if few := sorted({size for *_, unsure, size in judged if unsure is None}):
+        units = " or ".join("prompts" if size == 1 else f"batches of {size}" for size in few)
+        said.append(f"Fewer than 6 {units}: too few to tell a speedup from noise.")
+    same = [f"{label} and {_CALLED[key]}" for label, key, unsure, _ in judged if unsure]
     if same:
         said.append(
             "Within noise (the 95% interval of the median speedup contains 1): no difference is "

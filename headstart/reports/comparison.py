@@ -41,7 +41,7 @@ def print_comparison(
         print(to_json({"runs": reports, "notes": notes}), file=out)
         return
     more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
-    others = [key for key in _OTHERS if f"speedup_vs_{key}" in reports[0]]
+    others = [key for key in _OTHERS if any(f"speedup_vs_{key}" in of for of in reports)]
     brief = len(more) + len(others) > 2  # what does not fit into 80 columns is left out
     told = [(*map(report.get, more), tree_name(report)) for report in reports]
     ruled = not brief or len(set(told)) < len(told)  # some runs differ in the rule alone

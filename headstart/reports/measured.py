@@ -171,7 +171,7 @@ def remarks(report: Report) -> list[str]:
 
 
 def _speed_rows(report: Report) -> list[tuple[str, str]]:
-    each = report.get("tau_by_prompt")
+    each = [tau for tau in report.get("tau_by_prompt") or () if tau is not None]
     spread = f"  (prompts {min(each):.2f}–{max(each):.2f})" if each else ""
     loop = shown(report, "loop_overhead_ms", ", of which the loop costs {:.2f} ms")
     if (report.get("loop_overhead_ms") or 0) < 0:
@@ -231,7 +231,7 @@ def setting_rows(report: Report) -> list[tuple[str, str]]:
     seconds = "  ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())
     return [
         ("tree", tree),
-        ("rule, dtype", ", ".join(filter(None, (rule, report.get("dtype"))))),
+        ("rule, dtype" if rule else "dtype", ", ".join(filter(None, (rule, report.get("dtype"))))),
         ("forwards", f"with {faster}" if (faster := faster_forwards(report)) else ""),
         ("prompts", shown(report, "prompts", "{}" + shown(report, "tokens", ", {:,} tokens"))),
         ("threads", shown(report, "threads", "{}")),
@@ -249,6 +249,18 @@ def tree_name(report: Report) -> str:
     """The tree's short name; reports written before it was noted have the tree alone."""
     name, tree = report.get("tree_label"), report["tree"]
     return name or (tree if isinstance(tree, str) else f"{len(tree)} rank paths")
+
+
+def labelled(reports: Sequence[Report]) -> dict[str, Report]:
+    """Reports by the way's name, with temperature and batch size where they differ."""
+    found = {}
+    for report in reports:
+        name = report.get("way") or tree_name(report)
+        for key, form in (("temperature", "T {:g}"), ("batch_size", "batch {}")):
+            if len({each.get(key) for each in reports}) > 1:
+                name += ", " + form.format(report[key])
+        found[name] = report
+    return found
 
 
 def percentages(shares: Sequence[float | None]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,16 @@ from headstart.train.figures.report.page import Page, Picture, Sample, Table, wr
 from headstart.train.figures.report.parts import NOTES, environment, sample
 from headstart.train.figures.report.training import training_pictures, tree_picture
 
-from .measured import doubts, gained_sampled, percentages, remarks, rule_name, shown, tree_name
+from .measured import (
+    doubts,
+    gained_sampled,
+    labelled,
+    percentages,
+    remarks,
+    rule_name,
+    shown,
+    tree_name,
+)
 from .plans import draw_candidates, requests_of, said_of_plan
 from .tables import Report
 
@@ -199,7 +208,11 @@ def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
     if best.get("tree_paths"):
         found.append(tree_picture(best["tree_paths"], best.get("tree_shares")))
     if categories := best.get("by_category"):
-        rows = {name: of["speedup_vs_plain"] for name, of in categories.items()}
+        rows = {
+            name: of["speedup_vs_plain"]
+            for name, of in categories.items()
+            if "speedup_vs_plain" in of
+        }
         found.append(Picture("speedup_by_category", "Speedup against plain decoding, by category",
                              ratio, partial(draw, found=rows), rows=2 * len(rows)))  # fmt: skip
         taus = {name: of["tau"] for name, of in categories.items() if of["tau"]}
@@ -225,18 +238,6 @@ def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
         lines = partial(drawings.by_prompt, each=speeds, label="× plain decoding")
         said = "A point is a prompt. It takes little time, so points vary more than medians."
         found.append(Picture("speedup_by_prompt", "Speedup by prompt", said, lines))
-    return found
-
-
-def labelled(reports: Sequence[Report]) -> dict[str, Report]:
-    """Reports by the way's name, with temperature and batch size where they differ."""
-    found = {}
-    for report in reports:
-        name = report.get("way") or tree_name(report)
-        for key, form in (("temperature", "T {:g}"), ("batch_size", "batch {}")):
-            if len({each.get(key) for each in reports}) > 1:
-                name += ", " + form.format(report[key])
-        found[name] = report
     return found
 
 
@@ -281,7 +282,7 @@ def _categories(report: Report) -> list[Table]:
     rows = [
         [
             name, str(of["prompts"]), f"{of['tokens']:,}", _number(of["tau"]),
-            _speed(of["speedup_vs_plain"]), _speed(of.get("speedup_vs_generate")),
+            _speed(of.get("speedup_vs_plain")), _speed(of.get("speedup_vs_generate")),
             shown(of, "distinct_4grams", "{:.0%}") or "–",
         ]
         for name, of in report.get("by_category", {}).items()

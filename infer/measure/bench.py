@@ -21,7 +21,7 @@ from ..rules.registry import choose_rule
 from ..speculator import Speculator
 from ..trees.static import StaticTree
 from .matrix import PLAIN, Answer, Cell, Chat, Settings, measure_cell
-from .noise import Ratio, compare
+from .noise import compare
 from .round_parts import RoundParts
 
 SHOWN = 3  # texts kept to be looked at
@@ -99,11 +99,12 @@ def way_report(
     if not sampled and "generate" in cell.found:
         report["identical_to_generate"] = identical("generate")
     for other in cell.baselines:
-        report[f"speedup_vs_{other}"] = _ratio(compare(cell.found[other].per_token, ours.per_token))
-        report[f"{other}_ms_per_token"] = median(cell.found[other].per_token)
+        theirs = cell.found[other].per_token
+        report |= _speedup(other, theirs, ours.per_token)
+        report[f"{other}_ms_per_token"] = _middle(theirs)
     report |= {
-        "ms_per_round": median(_per_round(cell, name)),
-        "ms_per_token": median(ours.per_token),
+        "ms_per_round": _middle(_per_round(cell, name)),
+        "ms_per_token": _middle(ours.per_token),
         "slowest_over_fastest_repeat": median(ours.spread),
         "loop_overhead_ms": parts.get("loop", math.nan),
         "round_parts_ms": parts,
@@ -135,10 +136,10 @@ def way_report(
     return report
 
 
-def tau_of_answers(answers: Sequence[Answer]) -> float:
-    """Tokens per round; NaN where there was no round."""
+def tau_of_answers(answers: Sequence[Answer]) -> float | None:
+    """Tokens per round; None where there was no round."""
     counts = [count for answer in answers for count, _ in answer.rounds]
-    return sum(counts) / len(counts) if counts else math.nan
+    return sum(counts) / len(counts) if counts else None
 
 
 def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
@@ -151,13 +152,25 @@ def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
     return len(set(grams)) / len(grams) if grams else math.nan
 
 
-def _ratio(found: Ratio) -> dict[str, Any]:
+def _middle(values: Sequence[float]) -> float:
+    """The median of those that are not NaN; NaN where all are."""
+    return median([each for each in values if not math.isnan(each)] or [math.nan])
+
+
+def _speedup(other: str, slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
+    """`speedup_vs_NAME`, of milliseconds per token; empty where there is nothing to compare."""
+    if (found := compare(slow, fast)) is None:
+        return {}
     named = asdict(found) | {"within_noise": found.within_noise}
-    return named | {"min": named.pop("least"), "max": named.pop("most")}
+    named |= {"min": named.pop("least"), "max": named.pop("most")}
+    return {f"speedup_vs_{other}": named}
 
 
 def _per_round(cell: Cell, name: str) -> list[float]:
-    """Milliseconds of a round of the loop, for each batch: it runs until its last row has ended."""
+    """Milliseconds of a round of the loop, for each batch: it runs until its last row has ended.
+
+    NaN for a batch without a round.
+    """
     rounds: dict[tuple[int, int], int] = {}
     for answer in cell.found[name].answers:
         place = answer.chat, answer.turn
@@ -166,7 +179,7 @@ def _per_round(cell: Cell, name: str) -> list[float]:
     for (ms, _), batch in zip(cell.found[name].times, cell.batches, strict=True):
         turns = {turn for chat, turn in rounds if chat == batch[0]}
         loops = sum(max(rounds[chat, turn] for chat in batch) for turn in turns)
-        found.append(ms / max(loops, 1))
+        found.append(ms / loops if loops else math.nan)
     return found
 
 
@@ -183,7 +196,7 @@ def _by_prompt(
     ]  # fmt: skip
     plain, ours = cell.found[PLAIN].per_token, cell.found[name].per_token
     for batch, slow, fast in zip(cell.batches, plain, ours, strict=True):
-        if len(batch) == 1:
+        if len(batch) == 1 and not math.isnan(slow + fast):
             found[batch[0]]["speedup_vs_plain"] = slow / fast
     return found
 
@@ -226,10 +239,8 @@ def _by_category(
             "tokens": sum(len(answer.ids) for answer in flat),
             "tau": tau_of_answers(flat),
             "distinct_4grams": distinct_4grams([answer.ids for answer in flat]),
-        } | {
-            f"speedup_vs_{other}": _ratio(
-                compare([cell.found[other].per_token[place] for place in places], fast)
-            )
-            for other in cell.baselines
         }
+        for other in cell.baselines:
+            theirs = [cell.found[other].per_token[place] for place in places]
+            found[category] |= _speedup(other, theirs, fast)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -25,6 +26,7 @@ from headstart.heads.core import counted, end_tokens
 from ..speculator import Speculator
 from ..stats import Stats
 from .baselines import Timed, TimedDecode, timed_generate, timed_speculator
+from .noise import compare
 from .progress import with_progress
 from .round_parts import REPLAYED_PROMPTS, RoundParts, round_parts
 from .timing import take_turns
@@ -103,8 +105,8 @@ class Decoded:
 
     @property
     def per_token(self) -> list[float]:
-        """Milliseconds a token of each batch of chats."""
-        return [ms / max(tokens, 1) for ms, tokens in self.times]
+        """Milliseconds a token of each batch of chats; NaN where the first tokens were the last."""
+        return [ms / tokens if tokens else math.nan for ms, tokens in self.times]
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def measure_cell(
         speculators: over `model`, by names other than `PLAIN` and those of `settings.against`.
 
     Raises:
-        OptionError: no chat, fewer than two new tokens, or no repeat.
+        OptionError: no chat, fewer than two new tokens, or no repeat; or no chat in which plain
+            decoding and a speculator both write more than the first tokens.
     """
     if not chats or settings.new_tokens < 2 or settings.repeats < 1:
         raise OptionError(
@@ -183,6 +186,12 @@ def measure_cell(
         for name, of in found.items():
             of.times.append((sum(times[name]), tokens[name]))
             of.spread.append(max(slowest[name]))
+    for name in speculators:
+        if compare(found[PLAIN].per_token, found[name].per_token) is None:
+            raise OptionError(
+                "the target ends every text after its first token, so there is no round to "
+                "measure; give other prompts."
+            )
     baselines = [name for name in (PLAIN, *settings.against) if name in found]
     return Cell(temperature, batch_size, batches, found, baselines)
 

@@ -77,13 +77,17 @@ def paired_gain(before: np.ndarray, after: np.ndarray) -> Gain:
     return Gain(round(float(taus[1] - taus[0]), 12), round(se, 12))
 
 
-def compare(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
+def compare(slow: Sequence[float], fast: Sequence[float]) -> Ratio | None:
     """How many times as fast the second way is as the first, by their times in equal units.
 
-    >>> compare([2.0, 3.0], [1.0, 1.0])
+    A unit in which one of them has nothing to time is NaN, and left out; None if all are.
+
+    >>> compare([2.0, 3.0, math.nan], [1.0, 1.0, 1.0])
     Ratio(median=2.5, low=None, high=None, least=2.0, most=3.0)
     """
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    ratios = [a / b for a, b in zip(slow, fast, strict=True) if not math.isnan(a + b)]
+    if not ratios:
+        return None
     low, high = median_interval(ratios) or (None, None)
     return Ratio(median(ratios), low, high, min(ratios), max(ratios))
 

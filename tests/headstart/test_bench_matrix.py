@@ -83,6 +83,7 @@ def test_a_matrix_is_measured_and_its_counts_are_those_of_the_ids(
         assert run["speedup_vs_plain"]["within_noise"] is None  # three chats cannot tell
     assert any("no chat template" in note for note in document["notes"])
     assert any("one prompt at a time" in note for note in document["notes"])
+    assert any("Fewer than 6 prompts or batches of 2" in note for note in document["notes"])
 
 
 @pytest.mark.parametrize(

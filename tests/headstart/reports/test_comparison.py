@@ -2,6 +2,7 @@
 
 import io
 
+from headstart.measuring import noise_notes
 from headstart.reports.comparison import print_comparison
 from tests.support.reports import REPORT, line
 
@@ -40,3 +41,30 @@ def test_runs_that_differ_in_the_rule_alone_are_told_apart() -> None:
     out = io.StringIO()
     print_comparison([reports[0], reports[1] | {"batch_size": 4}], out, "headstart bench")
     assert "coupled" not in out.getvalue()  # the temperature says as much
+
+
+def test_a_way_that_only_some_runs_were_compared_with_has_its_column() -> None:
+    """Prompt lookup of transformers takes one prompt at a time."""
+    batch = REPORT | {"batch_size": 4}
+    alone = REPORT | {"batch_size": 1, "speedup_vs_lookup": {"median": 1.25}}
+    out = io.StringIO()
+    print_comparison([batch, alone], out, "headstart bench")
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert ["batch", "tree", "τ", "×", "plain", "×", "gene.", "×", "look.", "same"] in rows
+    assert ["1", "cartesian:2,1,1", "2.50", "1.50", "1.75", "1.25", "yes"] in rows
+    assert line(out.getvalue(), "dtype") == "float32"
+
+
+def test_what_is_within_noise_is_named_with_its_request() -> None:
+    unsure = {"median": 1.0, "low": 0.9, "high": 1.1, "within_noise": True}
+    few = {"median": 1.5, "low": None, "high": None, "within_noise": None}
+    alone = REPORT | {"way": "medusa", "batch_size": 1, "temperature": 0}
+    warm = alone | {"temperature": 0.8, "speedup_vs_plain": unsure}
+    sure = {"within_noise": False}
+    alone |= {"speedup_vs_plain": few, "speedup_vs_generate": sure}
+    warm |= {"speedup_vs_generate": sure}
+    assert noise_notes([alone | {"batch_size": 4}, warm]) == [
+        "Fewer than 6 batches of 4: too few to tell a speedup from noise.",
+        "Within noise (the 95% interval of the median speedup contains 1): no difference is shown "
+        "between medusa, T 0.8, batch 1 and plain decoding.",
+    ]
