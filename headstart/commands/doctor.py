@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=32,
         help="use only N prompts (default: 32)",
     )
-    add("--new-tokens", metavar="N", type=shared.positive, default=64, help=_NEW)
+    add("--new-tokens", metavar="N", type=shared.at_least_two, default=64, help=_NEW)
     add(
         "--depth",
         metavar="K",

@@ -33,7 +33,8 @@ class Accepted:
 
     Attributes:
         counts: of each prompt that was decoded, [M] accepted tokens of the round at each place of
-            the target's greedy text.
+            the target's greedy text. Rounds that the text's end would cut are left out, but for the
+            first one of a text that is shorter than the chain.
         prompts: the tokens of each prompt.
         documents: which of the documents given each prompt is of.
         depth: of the chain.
@@ -109,13 +110,14 @@ class Decodes:
     def accepted(self, pair: Pair) -> Accepted:
         """Teacher-forced acceptance of a pair; an OptionError where no prompt fits the context."""
         numbers, texts = self._written(pair)
-        depth = min(self.depth, pair.drafter.max_depth or self.depth)
+        depth = min(self.depth, pair.drafter.max_depth or self.depth, self.new_tokens - 1)
         layers = tuple(pair.drafter.config.feature_layers)
         counts: list[np.ndarray] = []
         for first in range(0, len(texts), BATCH):
             written = with_features(pair.target, layers, texts[first : first + BATCH])
             for ranks in measure_ranks(pair.drafter, written, depth):
-                counts.append((ranks == 0).long().cumprod(1).sum(1).numpy())
+                whole = ranks[: max(len(ranks) - depth + 1, 1)]
+                counts.append((whole == 0).long().cumprod(1).sum(1).numpy())
         prompts = [prompt for _, prompt in texts]
         return Accepted(counts, prompts, numbers, depth, [text for text, _ in texts])
 

@@ -54,7 +54,8 @@ class Diagnosis:
     Attributes:
         causes: those that cost acceptance, the costliest first.
         harmless: differences whose undoing gains nothing measurable.
-        unmeasured: differences that only a training could undo.
+        unmeasured: differences that only a training could undo, or the target of training, if that
+            was not there.
         tried: without a known difference, and without a gain: they are ruled out.
         measured: τ and acceptance, of training's validation (`trained`) and here.
     """

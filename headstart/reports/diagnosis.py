@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from headstart.heads.core import counted
 from headstart.terminal import visible
 
 from .measured import percentages
@@ -29,15 +30,19 @@ def print_diagnosis(found: Diagnosis, out: TextIO, title: str) -> None:
     if found.causes:
         _section(console, "Causes, the costliest first", found.causes, "bold red")
     else:
-        print_apart(console, "No cause was found: nothing tried raises acceptance.", style="green")
+        print_apart(
+            console,
+            "No cause was found: nothing tried raises acceptance beyond noise.",
+            style="green",
+        )
         if not found.unmeasured:
             print_apart(
                 console,
                 "Where τ is lower than you need: train longer, on more text like these prompts, "
                 "or plan a tree for it (headstart plan).",
             )
-    _section(console, "Differs, and only a training could tell what it costs", found.unmeasured)
-    _section(console, "Differs, and costs nothing that could be measured", found.harmless)
+    _section(console, "Differs, and what it costs was not measured", found.unmeasured)
+    _section(console, "Differs, and costs nothing beyond noise", found.harmless)
     if found.tried:
         names = "; ".join(f"{each.cause} ({each.by})" for each in found.tried if each.by)
         print_apart(console, f"Tried as well, without gain: {names}.", style="dim")
@@ -54,7 +59,7 @@ def _acceptance(measured: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append((label, f"τ {of['tau']:.2f}   {percentages(of['by_depth'])}"))
     left_out = measured["left_out"]
     prompts = f"{measured['prompts']}" + (f", {left_out} left out" if left_out else "")
-    return [*rows, ("prompts, chain", f"{prompts}; {measured['depth']} tokens deep")]
+    return [*rows, ("prompts, chain", f"{prompts}; {counted(measured['depth'], 'token')} deep")]
 
 
 def _places(measured: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from headstart.cli import main
-from headstart.doctor.acceptance import Accepted, gain
+from headstart.doctor.acceptance import Accepted, Decodes, gain
 from headstart.doctor.of_texts import chat, openings
 from headstart.doctor.pairs import Pair
 from headstart.doctor.scene import Scene
@@ -19,6 +20,7 @@ from headstart.heads.artifacts.conditions import (
     probe_losses,
     target_conditions,
 )
+from headstart.train.data.documents import Document
 from tests.support.chats import CHATML, TOOLS, ZEPHYR, chat_tokenizer
 from tests.support.counting import SIZE, counting_drafter, counting_target
 
@@ -47,6 +49,19 @@ def test_acceptance_by_depth_and_position() -> None:
     assert found.by_depth == [5 / 8, 4 / 5] and found.tau == 1 + 9 / 8
     assert sum(part["rounds"] for part in found.by_position()) == 8
     assert found.by_position()[0]["from"] == 3 and found.first_round() == 2
+
+
+@pytest.mark.parametrize(("new_tokens", "deep"), [(10, 3), (3, 2)])
+def test_no_round_is_cut_by_a_texts_end(model: Path, new_tokens: int, deep: int) -> None:
+    """A drafter that is always right is so at every depth and position."""
+    target: Any = counting_target()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    pair = Pair(target, counting_drafter(target, heads=3), tokenizer)
+    documents = [Document("0", "a b c"), Document("1", "d e f g")]
+    found = Decodes(documents, new_tokens, 3).accepted(pair)
+    assert found.tau == 1 + deep and found.by_depth == [1.0] * deep
+    assert {part["tau"] for part in found.by_position()} == {1.0 + deep}
+    assert sum(map(len, found.counts)) == 2 * (new_tokens - deep)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +198,7 @@ def test_another_target_is_measured_and_not_refused(
     printed = capsys.readouterr().out
     assert "1. target's weights: +" in printed and "the target of training" in printed
     assert main(command(heads, tmp_path, "--target", str(other), "--no-original")) == 0
-    assert "only a training could tell" in capsys.readouterr().out
+    assert "what it costs was not measured" in capsys.readouterr().out
 
 
 def test_long_texts_are_cut_as_bench_cuts_them(
