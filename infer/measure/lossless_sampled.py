@@ -161,17 +161,27 @@ def _bin(row: Sequence[int], bins: dict[Text, float]) -> Text:
 def _chi_square(
     found: Counter[Text], bins: dict[Text, float], draws: int
 ) -> tuple[int, float, float, float, float]:
-    """Bins, statistic, p-value, total variation, and its bound (McDiarmid's inequality)."""
+    """Bins, statistic, p-value, total variation, and its bound (McDiarmid's inequality).
+
+    All that is too rare for a bin of its own is one bin. Where even that is too rare for
+    chi-square, it is counted with the rarest other one there, and also judged alone, by the
+    Poisson distribution: a text that the target all but never writes must not come often.
+    """
     large = [key for key, chance in bins.items() if chance * draws >= _EXPECTED]
+    large.sort(key=lambda key: -bins[key])
     counts, wanted = [float(found[key]) for key in large], [bins[key] * draws for key in large]
     counts.append(draws - math.fsum(counts))
     wanted.append(max(draws - math.fsum(wanted), 0.0))
-    if wanted[-1] < _EXPECTED:  # too few for a bin of their own
+    distance = math.fsum(abs(c - w) for c, w in zip(counts, wanted, strict=True)) / (2 * draws)
+    spread = 0.5 * math.sqrt(len(counts) / draws) + math.sqrt(-math.log(ALPHA) / (2 * draws))
+    rare = None
+    if wanted[-1] < _EXPECTED:
+        rare = counts[-1], wanted[-1]
         counts[-2:], wanted[-2:] = [sum(counts[-2:])], [sum(wanted[-2:])]
-    apart = [(c - w, w) for c, w in zip(counts, wanted, strict=True)]
-    statistic = math.fsum(difference**2 / w for difference, w in apart)
+    statistic = math.fsum((c - w) ** 2 / w for c, w in zip(counts, wanted, strict=True))
     half = torch.tensor([max(len(counts) - 1, 1), statistic], dtype=torch.float64) / 2
     p_value = float(torch.special.gammaincc(*half))
-    distance = math.fsum(abs(difference) for difference, _ in apart) / (2 * draws)
-    spread = 0.5 * math.sqrt(len(counts) / draws) + math.sqrt(-math.log(ALPHA) / (2 * draws))
+    if rare is not None and rare[0]:  # two tests, so the smaller p-value counts twice
+        as_many = float(torch.special.gammainc(*torch.tensor(rare, dtype=torch.float64)))
+        p_value = min(2 * min(p_value, as_many), 1.0)
     return len(counts), statistic, p_value, distance, min(distance + spread, 1.0)

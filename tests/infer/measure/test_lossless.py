@@ -15,6 +15,8 @@ from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import Divergence, compare_greedy
 from headstart.infer.measure.lossless_sampled import (
     _WIDTHS,
+    ALPHA,
+    Text,
     _bin,
     _chi_square,
     compare_sampled,
@@ -131,6 +133,21 @@ def test_chi_square_of_known_counts() -> None:
     assert (bins, statistic) == (2, 4.0)
     assert math.isclose(p_value, math.erfc(math.sqrt(2)), rel_tol=1e-9)
     assert math.isclose(distance, 0.1) and bound > distance
+
+
+@pytest.mark.parametrize("bins", [{(0,): 1 - 1e-9, (-1,): 1e-9}, {(-1,): 0.004, (0,): 0.996}])
+def test_text_that_the_target_all_but_never_writes_is_seen(bins: dict[Text, float]) -> None:
+    """Where one continuation is nearly certain, too few draws are expected of any other."""
+    *_, p_value, distance, bound = _chi_square(Counter({(0,): 970, (-1,): 30}), bins, 1000)
+    assert p_value < ALPHA and bound > distance > 0.025
+    rare = Counter({(0,): 1000 - (few := round(1000 * bins[(-1,)])), (-1,): few})
+    assert _chi_square(rare, bins, 1000)[2] > 0.5
+
+
+def test_one_text_too_many_is_judged_by_the_poisson_distribution() -> None:
+    """Of 0.5 expected, at least 2 come with the probability 1 - 1.5 e^-0.5; twice that counts."""
+    found = _chi_square(Counter({(0,): 998, (-1,): 2}), {(0,): 0.9995, (-1,): 0.0005}, 1000)
+    assert found[2] == pytest.approx(2 * (1 - 1.5 * math.exp(-0.5)))
 
 
 @pytest.mark.parametrize(("draws", "temperature"), [(50, 1.0), (1000, 0.0)])
