@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ class Finding:
     Attributes:
         gain: tokens a round, and its standard error; None where it cannot be undone here.
         by: the way of undoing that gained most.
-        matters: whether it is a cause: it gains by more than two standard errors, or by four where
-            nothing was known to differ.
+        matters: whether it is a cause: it gains by more than two standard errors; or, where nothing
+            was known to differ, by more than four, and more than what is known to differ does.
     """
 
     cause: str
@@ -107,7 +107,7 @@ def diagnose(
     first = before.first_round()
     scene = Scene(pair, manifest, original, longest, new_tokens, chats, own_loss, first)
     differences = [each for find in CAUSES for each in find(scene)]
-    found = [_measured(each, pair, decodes, before) for each in differences]
+    found = judged([_measured(each, pair, decodes, before) for each in differences])
     ranked = sorted(found, key=lambda f: -(f.gain.tau if f.gain else 0.0))  # stable
     known = [each for each in ranked if each.said]
     return Diagnosis(
@@ -128,6 +128,15 @@ def _measured(difference: Difference, pair: Pair, decodes: Decodes, before: Acce
     errors = _ERRORS if difference.said else _ERRORS_OF_TRIALS
     matters = won is not None and won.beyond(errors)
     return Finding(difference.cause, difference.said, difference.advice, won, best, matters)
+
+
+def judged(found: Sequence[Finding]) -> list[Finding]:
+    """With a known cause, what was merely tried has been measured together with that fault."""
+    known = max((f.gain.tau for f in found if f.matters and f.said and f.gain), default=0.0)
+    return [
+        replace(f, matters=False) if not f.said and f.gain and f.gain.tau <= known else f
+        for f in found
+    ]
 
 
 def _figures(

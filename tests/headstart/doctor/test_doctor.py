@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from headstart.cli import main
 from headstart.doctor.acceptance import Accepted, Decodes, gain
+from headstart.doctor.diagnosis import Finding, judged
 from headstart.doctor.of_texts import chat, openings
 from headstart.doctor.pairs import Pair
 from headstart.doctor.scene import Scene
@@ -20,6 +21,7 @@ from headstart.heads.artifacts.conditions import (
     probe_losses,
     target_conditions,
 )
+from headstart.infer.measure.noise import Gain
 from headstart.train.data.documents import Document
 from tests.support.chats import CHATML, TOOLS, ZEPHYR, chat_tokenizer
 from tests.support.counting import SIZE, counting_drafter, counting_target
@@ -42,6 +44,14 @@ def test_gains_are_paired_by_prompts() -> None:
     assert found.beyond(2) and not gain(accepted(after), accepted(before)).beyond(0)
     # A prompt that one of the two left out does not count.
     assert gain(accepted(before), accepted(after[1:], [1, 2])).tau == pytest.approx(0.75)
+
+
+def test_a_trial_is_no_cause_beside_a_costlier_one_that_is_known() -> None:
+    known = Finding("window", "differs", "", Gain(3.5, 0.1), matters=True)
+    little = Finding("layers", "", "", Gain(0.1, 0.02), matters=True)
+    much = Finding("norms", "", "", Gain(4.0, 0.1), matters=True)
+    assert [each.matters for each in judged([known, little, much])] == [True, False, True]
+    assert judged([little, much]) == [little, much]
 
 
 def test_acceptance_by_depth_and_position() -> None:
