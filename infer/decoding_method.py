@@ -23,6 +23,7 @@ from .generate_options import (
     GenerateOptions,
     check_cache,
     check_ids,
+    check_mask,
     check_not_empty,
     without_stop_strings,
 )
@@ -113,6 +114,7 @@ class DecodingMethod(ABC):
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
+        input_ids = input_ids.long()  # int32, which `generate` takes too
         given = (model, input_ids, logits_processor, stopping_criteria, generation_config, seed)
         return self._decode(Given(*given, logprobs, model_kwargs), streamer)
 
@@ -161,8 +163,15 @@ class DecodingMethod(ABC):
             OptionError: an option that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
-        input_ids = options.pop("inputs", None) if input_ids is None else input_ids
+        inputs = options.pop("inputs", None)
+        if inputs is not None and input_ids is not None:
+            raise OptionError(
+                "input_ids and inputs are both given, and each is the prompts; leave inputs out."
+            )
+        input_ids = inputs if input_ids is None else input_ids
         check_ids(input_ids)
+        if input_ids is not None and (mask := options.get("attention_mask")) is not None:
+            check_mask(mask, input_ids)
         if generation_config is not None:
             options["generation_config"] = generation_config
         given = GenerateOptions(options, self.model.generation_config)  # type: ignore[arg-type]

@@ -159,6 +159,17 @@ def check_ids(ids: Any) -> None:
     )
 
 
+def check_mask(mask: Any, ids: Tensor) -> None:
+    """Refuse a mask that has another shape than its prompts [B, P], or is no tensor."""
+    shape = [*mask.shape] if isinstance(mask, Tensor) else None
+    if shape != [*ids.shape]:
+        found = type(mask).__name__ if shape is None else f"of shape {shape}"
+        raise OptionError(
+            f"attention_mask is {found}; expected a tensor of the shape of input_ids, "
+            f"{[*ids.shape]}, with 1 at tokens and 0 at padding."
+        )
+
+
 def check_not_empty(ids: Tensor) -> None:
     """Refuse prompts [B, P] without a row, or of no token."""
     if 0 in ids.shape:
@@ -308,10 +319,10 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
     check_not_empty(input_ids)
     mask = inputs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
-    if mask.shape != input_ids.shape or bool(((mask != 0) & (mask != 1)).any()):
+    check_mask(mask, input_ids)
+    if bool(((mask != 0) & (mask != 1)).any()):
         raise OptionError(
-            f"attention_mask has shape {[*mask.shape]}, or other numbers than 0 and 1; expected "
-            f"shape {[*input_ids.shape]}, with 1 at tokens and 0 at padding."
+            "attention_mask holds other numbers than 0 and 1; expected 1 at tokens, 0 at padding."
         )
     mask = mask.long()
     if not bool(mask[:, -1].all()):
@@ -335,8 +346,9 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
         # Models that also read images number each token several times: [3 or 4, B, P], of text
         # alone always the same. How padding is numbered never matters.
         natural, given = mask.cumsum(-1) - 1, positions.to(mask.device)
-        same = given.shape[-2:] == natural.shape and bool(((given == natural) | (mask == 0)).all())
-        if not same:
+        # A mask of ones is dropped by `generate`, which has made positions of its shape.
+        check_mask(given.new_ones(given.shape[-2:]), input_ids)
+        if not bool(((given == natural) | (mask == 0)).all()):
             raise OptionError(
                 "position_ids do not count the prompt's tokens from 0; the speculator numbers them "
                 "itself: leave position_ids out."

@@ -143,6 +143,6 @@ def find_rule(name: str | None) -> Rule:
     """The rule of that name; where none is asked for `coupled`, the default when sampling."""
     if name is None:
         return _COUPLED
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:  # a list cannot be looked up
         raise OptionError(f"rule is {name!r}; expected one of: {', '.join(RULES)}.")
     return RULES[name]

@@ -34,8 +34,8 @@ def check_in_parts(
         OptionError: a model that is loaded already, a place for it, too few GPUs, or another number
             of processes than runs already.
     """
-    if processes < 1:
-        raise OptionError(f"tensor_parallel is {processes}; expected at least 1.")
+    if not isinstance(processes, int) or processes < 1:
+        raise OptionError(f"tensor_parallel is {processes!r}; expected at least 1, a whole number.")
     if not by_name:
         raise OptionError(
             f"tensor_parallel is {processes}, and the target is a model that is loaded already; "

@@ -343,6 +343,17 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "mask of 2": ({"attention_mask": torch.full((1, 6), 2)}, "other numbers than 0 and 1"),
     "mask below 0": ({"attention_mask": torch.full((1, 6), -1)}, "other numbers than 0 and 1"),
     "mask between": ({"attention_mask": torch.full((1, 6), 0.5)}, "other numbers than 0 and 1"),
+    "mask too short": (
+        {"attention_mask": torch.ones(1, 5).long()},
+        "attention_mask is of shape [1, 5]",
+    ),
+    "mask of 2 rows": (
+        {"attention_mask": torch.ones(2, 6).long()},
+        "expected a tensor of the shape of input_ids, [1, 6]",
+    ),
+    "mask of 1 axis": ({"attention_mask": torch.ones(6).long()}, "attention_mask is of shape [6]"),
+    "mask in a list": ({"attention_mask": [[1] * 6]}, "attention_mask is list"),
+    "prompts twice": ({"inputs": torch.ones(1, 6).long()}, "input_ids and inputs are both given"),
     "empty": ({"ids": torch.zeros(1, 0, dtype=torch.long)}, "empty"),
     "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds for 1 row;"),
 }
@@ -432,6 +443,7 @@ def test_training_mode_is_refused() -> None:
         ({"tree": "bush"}, "bush"),
         ({"rule": "typicall"}, "typicall"),
         ({"rule": ""}, "rule is ''"),
+        ({"rule": []}, "rule is []; expected one of: greedy"),
     ],
 )
 def test_a_speculator_that_cannot_be_made(options: dict, named: str) -> None:
@@ -582,6 +594,24 @@ def test_prompts_that_are_no_token_ids_are_refused(ids: Any) -> None:
     with pytest.raises(OptionError, match="expected token ids") as caught:
         Speculator(tiny("llama")).generate(ids)
     one_line(caught.value)
+
+
+def test_prompts_of_32_bits_are_those_of_64() -> None:
+    ids, _ = prompts([6])
+    ours = load(tiny("llama"), "lookup")
+    out = ours.generate(ids.int(), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert torch.equal(out, greedy(ids))
+
+
+def test_a_mask_of_another_shape_is_refused_through_generate_of_transformers() -> None:
+    ids, _ = prompts([6])
+    with pytest.raises(OptionError, match=r"attention_mask is of shape \[1, 5\]"):
+        tiny("llama").generate(
+            ids,
+            attention_mask=torch.ones(1, 5).long(),
+            custom_generate=Speculator(tiny("llama")),
+            max_new_tokens=NEW,
+        )
 
 
 def test_a_generation_config_is_the_second_argument_as_in_transformers() -> None:

@@ -297,6 +297,8 @@ def test_targets_that_cannot_be_divided(folder: Path) -> None:
             headstart.load(folder / "llama", tensor_parallel=2, **where)
     with pytest.raises(OptionError, match="tensor_parallel is 0; expected at least 1"):
         headstart.load(folder / "llama", tensor_parallel=0)
+    with pytest.raises(OptionError, match="tensor_parallel is '2'; expected"):
+        headstart.load(folder / "llama", tensor_parallel="2")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="give tensor_parallel=N"):
         headstart.load(folder / "llama", tp_plan="auto")
     with pytest.raises(OptionError, match="fused is True, and the target is divided"):
