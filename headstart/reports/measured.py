@@ -12,6 +12,7 @@ from typing import TextIO
 from rich.console import Console
 
 from headstart.heads.core import counted
+from headstart.infer.rules.registry import RULES
 
 from .tables import Report, grid, print_apart, titled, to_json
 
@@ -241,8 +242,11 @@ def setting_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def rule_name(report: Report) -> str:
-    """The rule's name, and whether it is approximate."""
-    return f"{report['rule']}{'' if report.get('exact', True) else ' (approximate)'}"
+    """The rule's name, with the children where it takes several kinds, and if it is approximate."""
+    name, expansion = report["rule"], report.get("expansion")
+    said = [expansion] if expansion and RULES[name].has_choice else []
+    said += [] if report.get("exact", True) else ["approximate"]
+    return f"{name} ({', '.join(said)})" if said else name
 
 
 def tree_name(report: Report) -> str:

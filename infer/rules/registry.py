@@ -54,6 +54,11 @@ class Rule:
         """Turns the target's logits on a tree into a path and the tokens after its nodes."""
         return getattr(import_module(f".{self.module}", __package__), self.module)
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether it takes more than one expansion."""
+        return len(self.refuses) < len(get_args(Expansion)) - 1
+
     def check_expansion(self, expansion: str | None) -> Expansion:
         """The expansion to use, the rule's own when None; one that it refuses is an error."""
         if expansion is None:

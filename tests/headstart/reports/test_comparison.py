@@ -2,8 +2,11 @@
 
 import io
 
+import pytest
+
 from headstart.measuring import noise_notes
 from headstart.reports.comparison import print_comparison
+from headstart.reports.measured import print_report, rule_name
 from tests.support.reports import REPORT, line
 
 
@@ -68,3 +71,30 @@ def test_what_is_within_noise_is_named_with_its_request() -> None:
         "Within noise (the 95% interval of the median speedup contains 1): no difference is shown "
         "between medusa, T 0.8, batch 1 and plain decoding.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expansion", "said"),
+    [
+        ("rejection", "without_replacement", "rejection (without_replacement)"),
+        ("match", "topk", "match (topk)"),
+        ("coupled", "coupled", "coupled"),  # which takes no other
+        ("greedy", "topk", "greedy"),
+        ("rejection", None, "rejection"),  # a report from before it was noted
+    ],
+)
+def test_the_expansion_is_told_where_the_rule_leaves_a_choice(
+    rule: str, expansion: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = REPORT | {"rule": rule, "expansion": expansion}
+    out = io.StringIO()
+    print_report(report, out, "headstart bench")
+    assert line(out.getvalue(), "rule, dtype") == f"{said}, float32"
+    assert rule_name(report) == said
+    out = io.StringIO()
+    print_comparison([report, report], out, "headstart bench")
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "120")
+    out = io.StringIO()
+    print_comparison([report, report], out, "headstart bench")
+    assert f"  {said}  " in out.getvalue()
