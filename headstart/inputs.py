@@ -251,8 +251,8 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
             options.target = source.own_target
     if sources and options.target is None:
         raise UsageError(
-            f"--drafter {' --drafter '.join(map(str, sources))} belongs to no target; name one "
-            "with --target"
+            f"--drafter {' --drafter '.join(map(str, sources))} does not say which model it drafts "
+            "for, as drafters trained by headstart do; name the model to make faster with --target"
         )
     return sources
 
@@ -320,9 +320,14 @@ def check_record(path: Path | None) -> None:
 
 def check_prompts(path: str | Path) -> None:
     """Refuse a file of prompts that is not there, and say what such a file holds."""
-    path = Path(path)
-    if path.suffix and not path.exists() and not glob.has_magic(str(path)):
-        raise UsageError(f"no prompts at {path}: no such file; expected {PROMPTS}")
+    from headstart.train.data.hub import hub_source
+    from headstart.train.recipe import Source
+
+    source = str(path)
+    path = Path(path).expanduser()
+    named = source == "stdlib" or hub_source(Source(source=source)) is not None
+    if not named and not path.exists() and not glob.has_magic(source):
+        raise UsageError(f"no prompts at {path}: no such file or folder; expected {PROMPTS}")
     if (held_out := path / "corpus" / "held_out.jsonl").is_file():
         raise UsageError(
             f"{path} is the folder of a run; expected its held-out prompts, {held_out}"

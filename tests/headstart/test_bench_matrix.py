@@ -98,7 +98,11 @@ def test_a_matrix_is_measured_and_its_counts_are_those_of_the_ids(
         ("prompts: q.jsonl\ndrafters: [[]]\n", "expected drafters that decode together"),
         ("target: t\n", "no prompts to measure on"),
         ("target: t\nprompt: x.jsonl\n", "did you mean 'prompts'"),
-        ("prompts: none.jsonl\ntarget: t\n", "none.jsonl: no such file"),
+        (
+            "prompts: none.jsonl\ntarget: t\n",
+            "none.jsonl: no such file or folder; expected text with",
+        ),
+        ("prompts: none\ntarget: t\n", "no prompts at none: no such file or folder; expected text"),
         ("prompts: q.jsonl\n", "neither --target nor --drafter given"),
         ("prompts: q.jsonl\ntarget: ./none\n", "no model at './none'"),
         ("prompts: q.jsonl\ntarget: t\ntrees: [chian:2]\n", "tree is 'chian:2'"),

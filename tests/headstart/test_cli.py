@@ -434,7 +434,7 @@ def test_several_drafters_decode_together(
     assert main([*command, "--tree", "chain:3"]) == 2
     assert "no tree of chain:3 has a part for each" in capsys.readouterr().err
     assert main(["generate", "--drafter", "lookup", "--drafter", "lookup", "--prompt", "x"]) == 2
-    assert "lookup --drafter lookup belongs to no target" in capsys.readouterr().err
+    assert "lookup --drafter lookup does not say which model it drafts" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

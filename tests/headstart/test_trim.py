@@ -70,7 +70,7 @@ def test_heads_that_share_a_layer_are_trimmed_by_default(
             ["lookup", "few", "--text", "text.jsonl", "--target", "target"],
             "a lookup drafter has no",
         ),
-        (["lookup", "few", "--text", "text.jsonl"], "belongs to no target"),
+        (["lookup", "few", "--text", "text.jsonl"], "does not say which model it drafts"),
     ],
 )
 def test_mistakes(
