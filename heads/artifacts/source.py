@@ -138,17 +138,19 @@ class DrafterSource:
         """
         name = self.manifest.target
         target = Path(name)
-        # A relative path holds where the training ran; a run's folder that was moved keeps its
-        # parts, and runs that share a target may have moved together.
-        run = self.folder.parent
-        for found in (target, run / target.name, run.parent / target.parent.name / target.name):
+        # A relative path holds where the training ran, which is above `runs` by default; a run's
+        # folder that was moved keeps its parts, and runs that share a target may have moved
+        # together.
+        run = self.folder.absolute().parent
+        together = run.parent / target.parent.name / target.name
+        for found in (target, run / target.name, together, run.parent.parent / target):
             if found.is_dir():
                 return str(found)
         if is_hub_name(name):
             return name
         raise ArtifactError(
-            f"the target of {self} is not on this machine; pass --target {target}, as a folder or "
-            "a name on the Hub."
+            f"the target of {self}, {name!r}, is not on this machine; pass its folder or its name "
+            "on the Hub as --target."
         )
 
     @cached_property

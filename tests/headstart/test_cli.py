@@ -574,8 +574,11 @@ def test_the_artifact_names_its_target(tmp_path: Path) -> None:
     moved.mkdir(parents=True)
     assert own_target(Path("somewhere"), str(here)) == str(here)
     assert own_target(heads, "runs/elsewhere/target") == str(moved)
+    (beside := tmp_path / "models" / "mine").mkdir(parents=True)  # given as a relative path
+    trained = tmp_path / "runs" / "mine" / "heads"
+    assert own_target(trained, "models/mine") == str(beside)
     assert own_target(Path("somewhere"), "org/model") == "org/model"  # on the Hub
-    with pytest.raises(ArtifactError, match="pass --target runs/elsewhere/gone"):
+    with pytest.raises(ArtifactError, match="'runs/elsewhere/gone', is not on this machine; pass"):
         own_target(heads, "runs/elsewhere/gone")
 
 
