@@ -27,6 +27,7 @@ from .tables import Report, column_table, grid, print_apart, titled, to_json
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
+    from rich.table import Table
 
 
 def print_comparison(
@@ -42,26 +43,50 @@ def print_comparison(
         return
     more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
     others = [key for key in _OTHERS if any(f"speedup_vs_{key}" in of for of in reports)]
-    brief = len(more) + len(others) > 2  # what does not fit into 80 columns is left out
     told = [(*map(report.get, more), tree_name(report)) for report in reports]
-    ruled = not brief or len(set(told)) < len(told)  # some runs differ in the rule alone
-    names = [*(_VARIED[key] for key in more), "tree", *(["rule"] if ruled else [])]
-    figures = ["nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same"]
-    if brief:
-        figures[:] = ["τ", "× plain", *(f"× {key[:4]}." for key in others), "same"]
-    table = column_table(names, figures, gap=1 if brief else 2)
-    for report in reports:
-        tree, rule, nodes, tau, round_ms, *rest = _row(report, others)
-        place = [*(str(report.get(key)) for key in more), tree, *([rule] if ruled else [])]
-        table.add_row(*place, *([tau, *rest] if brief else [nodes, tau, round_ms, *rest]))
     console = titled(out, title)
+    table, ruled = _table(reports, more, others), True
+    whole = console.measure(table, options=console.options.update(width=10_000)).maximum
+    if whole > console.width and len(more) + len(others) > 2:
+        ruled = len(set(told)) < len(told)  # some runs differ in the rule alone
+        table = _brief_table(reports, more, others, ruled)
     print_apart(console, table)
     _explain_noise(reports, console)
-    _print_shared(reports, console)
+    _print_shared(reports, console, rules=not ruled)
+
+
+def _table(reports: Sequence[Report], more: Sequence[str], others: Sequence[str]) -> Table:
+    names = [*(_VARIED[key] for key in more), "tree", "rule"]
+    figures = ["nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same"]
+    table = column_table(names, figures)
+    for report in reports:
+        table.add_row(*_place(report, more), *_row(report, others))
+    return table
+
+
+def _brief_table(
+    reports: Sequence[Report], more: Sequence[str], others: Sequence[str], ruled: bool
+) -> Table:
+    """Without what the other columns nearly tell, for 80 columns of text."""
+    names = [*(_VARIED[key] for key in more), "tree", *(["rule"] if ruled else [])]
+    figures = ["τ", "× plain", *(f"× {_SHORT[key]}" for key in others), "same"]
+    table = column_table(names, figures, gap=1)
+    for report in reports:
+        tree, rule, _, tau, _, *rest = _row(report, others)
+        told = [*_place(report, more), tree, *([rule] if ruled else [])]
+        table.add_row(*told, tau, *rest)
+    return table
+
+
+def _place(report: Report, more: Sequence[str]) -> list[str]:
+    """What tells a run from the others, in the order of the columns."""
+    found = [report.get(key) for key in more]
+    return [f"{value:g}" if isinstance(value, float) else str(value) for value in found]
 
 
 _VARIED = {"drafter": "drafter", "temperature": "T", "batch_size": "batch"}
 _OTHERS = ("generate", "assistant", "lookup")
+_SHORT = {"generate": "gen.", "assistant": "assist.", "lookup": "lookup"}
 
 
 def _row(report: Report, others: Sequence[str] = ("generate",)) -> list[str]:
@@ -91,11 +116,13 @@ def _unsure(report: Report, name: str) -> bool:
     return bool((report.get(f"speedup_vs_{name}") or {}).get("within_noise"))
 
 
-def _print_shared(reports: Sequence[Report], console: Console) -> None:
-    """Print the settings that compared runs share, and every remark once."""
+def _print_shared(reports: Sequence[Report], console: Console, rules: bool = True) -> None:
+    """Print the settings that compared runs share, the rules where asked, every remark once."""
     names = ("dtype", "forwards", "prompts", "tokens", "threads", "processes")
-    shared = {key: reports[0].get(key) for key in names}
-    print_apart(console, grid(setting_rows(shared)))
+    rows = setting_rows({key: reports[0].get(key) for key in names})
+    if rules:
+        rows.insert(0, ("rule", ", ".join(dict.fromkeys(map(rule_name, reports)))))
+    print_apart(console, grid(rows))
     print_remarks(reports, console)
 
 

@@ -43,7 +43,31 @@ def test_runs_that_differ_in_the_rule_alone_are_told_apart() -> None:
     assert ["0.8", "1", "cartesian:2,1,1", "rejection", "2.50", "1.50", "1.75", "yes"] in rows
     out = io.StringIO()
     print_comparison([reports[0], reports[1] | {"batch_size": 4}], out, "headstart bench")
-    assert "coupled" not in out.getvalue()  # the temperature says as much
+    assert line(out.getvalue(), "rule") == "greedy, coupled"  # the temperature says which
+    assert line(out.getvalue(), "dtype") == "float32"
+
+
+def test_nothing_is_left_out_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    reports = [
+        REPORT | {"drafter": "medusa", "batch_size": size, "temperature": heat}
+        for size, heat in ((1, 0.0), (4, 0.8))
+    ]
+    out = io.StringIO()
+    print_comparison(reports, out, "headstart bench")
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert [
+        "0",
+        "1",
+        "cartesian:2,1,1",
+        "greedy",
+        "8",
+        "2.50",
+        "3.25",
+        "1.50",
+        "1.75",
+        "yes",
+    ] in rows
 
 
 def test_a_way_that_only_some_runs_were_compared_with_has_its_column() -> None:
