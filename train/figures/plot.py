@@ -64,7 +64,13 @@ def _draw_one(axes: Axes, lines: list[Line], title: str, name: str, unit: float)
     known = [line for line in lines if line.get(name) is not None]
     values = [line[name] / unit for line in known]
     axes.plot([line["step"] for line in known], values)
-    axes.set(title=title, xlabel="step", ylim=(0, 1.1 * max(values) or 1))
+    axes.set_ylim(0, 1.1 * max(values) or 1)
+    _over_steps(axes, title)
+
+
+def _over_steps(axes: Axes, title: str) -> None:
+    axes.set(title=title, xlabel="step")
+    axes.locator_params("x", integer=True)
     axes.grid(alpha=0.3)
 
 
@@ -81,9 +87,7 @@ def draw_loss(axes: Axes, lines: list[Line]) -> None:
     """The loss over the steps."""
     few = "." if len(lines) < 20 else ""
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
-    axes.set(title="loss", xlabel="step")
-    axes.locator_params("x", integer=True)
-    axes.grid(alpha=0.3)
+    _over_steps(axes, "loss")
 
 
 def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
@@ -99,10 +103,9 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
     axes.errorbar(steps, taus, errors, color="C0", marker="o", ms=4, capsize=2, label="decoded")
     if best is not None and best in steps:
         axes.axvline(best, color="gray", ls=":", zorder=0, label="kept")
-    axes.set(title="tokens per round, τ", xlabel="step")
+    _over_steps(axes, "tokens per round, τ")
     if len(lines) == 1:  # no course to look at: its height is the figure
         axes.set_ylim(0, 1.1 * (taus[0] + errors[0]))
-    axes.grid(alpha=0.3)
     if lines:
         axes.legend(fontsize="small", **_BELOW)
 
@@ -120,7 +123,7 @@ def draw_by_depth(axes: Axes, lines: list[Line], name: str) -> None:
         if points:
             color = depth_color(depth + 1)
             axes.plot(*zip(*points, strict=True), few, ms=3, color=color, label=f"{depth + 1}")
-    axes.set(title=f"{name} by depth", xlabel="step", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
+    axes.set_ylim(0, 1.02)
+    _over_steps(axes, f"{name} by depth")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", title="depth", title_fontsize="small", **_BESIDE)

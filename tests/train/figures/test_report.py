@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headstart.train.figures import plot
 from headstart.train.figures.report import drawings
 from headstart.train.figures.report.page import Page, Picture, Sample, Table, write_page
 from headstart.train.figures.report.parts import depths_of, sample
@@ -94,6 +95,23 @@ def test_nothing_outside_of_the_file_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_reference_would_be_found() -> None:
     assert read("<img src='http://x'><a href='y'>").fetched == ["http://x", "y"]
+
+
+def test_prompts_and_steps_are_whole_numbers_and_no_point_is_cut() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    steps = [{"step": n, "tau": 1.0 + n / 9, "acceptance_by_depth": [n / 9]} for n in range(1, 5)]
+    for draw in (
+        partial(drawings.by_prompt, each={"": [1.0, 1.2, 1.35]}, label="τ"),
+        partial(plot.draw_by_depth, lines=steps, name="acceptance"),
+        partial(plot.draw_tau, lines=steps, best=2),
+    ):
+        axes = Figure(figsize=(5, 3)).subplots()
+        draw(axes)
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+        highest = max(line.get_ydata().max() for line in axes.lines if len(line.get_ydata()) > 2)
+        assert highest < axes.get_ylim()[1]
 
 
 def test_without_matplotlib_the_page_says_so(

@@ -175,14 +175,17 @@ def values(axes: Axes, found: Mapping[str, float], label: str, least: float = 0.
 
 
 def by_prompt(axes: Axes, each: Mapping[str, Sequence[float]], label: str) -> None:
-    """The prompts from the lowest value to the highest, a line for each name."""
+    """The prompts from the lowest value to the highest, a line for each name; dotted: plain's 1."""
+    axes.axhline(1, color="gray", ls=":", lw=1)
+    most = 1.0
     for number, (name, found) in enumerate(each.items()):
         known = sorted(value for value in found if math.isfinite(value))
+        most = max([most, *known])
         color = COLORS[number % len(COLORS)]
         style = "o-" if len(known) <= 60 else "-"
         axes.plot(range(1, len(known) + 1), known, style, ms=3.5, lw=1, color=color, label=name)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="prompts, sorted", ylabel=label)
+    axes.set(xlabel="prompts, sorted", ylabel=label, ylim=(0, 1.08 * most))
+    axes.locator_params("x", integer=True)
     if len(each) > 1:
         axes.legend(fontsize="small")
 
