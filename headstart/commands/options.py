@@ -225,10 +225,21 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     if options.temperature == 0:
         if options.top_p or options.top_k:
             raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
+        _refuse_of_samples(options)
         return {"do_sample": False}
     names = ("temperature", "top_p", "top_k", "seed")
     given = {name: getattr(options, name) for name in names}
     return {"do_sample": True} | {name: v for name, v in given.items() if v is not None}
+
+
+def _refuse_of_samples(options: argparse.Namespace) -> None:
+    """Refuse a rule or an expansion that greedy text would leave unread."""
+    from headstart.infer.rules.registry import find_rule
+
+    rule = None if options.rule is None or not find_rule(options.rule).samples else options.rule
+    for name, value in (("rule", rule), ("expansion", options.expansion)):
+        if value is not None:
+            raise UsageError(f"--{name} {value} is for sampled text; give --temperature as well")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

@@ -54,8 +54,10 @@ def titled(out: TextIO, title: str, width: int | None = None) -> Console:
 
 
 def print_apart(console: Console, *parts: RenderableType, style: str | None = None) -> None:
-    """Print each part after an empty line."""
+    """Print each part after an empty line; tables without a row are left out."""
     for part in parts:
+        if isinstance(part, Table) and not part.row_count:
+            continue
         console.print()
         console.print(part, style=style)
 

@@ -17,6 +17,7 @@ from tests.support import gemma4
 from tests.support import published_dflash as dflash
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
+from tests.support.bytewise import save_target
 from tests.support.published_eagle3 import VARIANTS
 from tests.support.published_mlp_speculator import LAYOUTS
 from tests.support.tiny import tiny
@@ -55,6 +56,14 @@ def test_what_it_is_and_what_it_needs(tmp_path: Path) -> None:
     shown = out.getvalue()
     for part in ("speculators", "eagle3", "layer: sliding_window", "fc.weight", "0, 1, 2"):
         assert part in shown
+
+
+def test_a_language_model_has_no_gap_for_what_only_heads_have(tmp_path: Path) -> None:
+    save_target(tmp_path / "model")
+    out = io.StringIO()
+    print_foreign(describe_foreign(DrafterSource(tmp_path / "model")), out)
+    assert "a language model of transformers" in out.getvalue()
+    assert "\n\n\n" not in out.getvalue()
 
 
 @pytest.mark.parametrize(
