@@ -16,7 +16,7 @@ from . import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
+    parser.add_argument("recipe", metavar="RECIPE", help=shared.RECIPE)
     parser.add_argument(
         "overrides", metavar="a.b=value", nargs="*", default=[], help=shared.OVERRIDES
     )

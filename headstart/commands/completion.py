@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
+
+from . import options as shared
 
 _SHELL = "bash, zsh or tcsh"
 _FILES, _FOLDERS = {"FILE", "JSON"}, {"DIR", "FOLDER", "ARTIFACT", "MODEL", "CHECKPOINT"}
@@ -24,9 +26,12 @@ def run(options: argparse.Namespace) -> int:
 
     from headstart.cli import build_parser
     from headstart.heads.artifacts.engines import FORMATS
-    from headstart.infer import RULES
+    from headstart.infer.rules.registry import RULES
+    from headstart.infer.trees.expansions import Expansion
 
-    parser, values = build_parser(), {"FORMAT": FORMATS, "RULE": RULES}
+    parser = build_parser()
+    values = {"FORMAT": FORMATS, "RULE": RULES, "EXPANSION": get_args(Expansion)}
+    values["auto|on|off"] = shared.FASTER
     for action in _actions(parser):
         name = str(action.metavar)
         if name in _FILES:

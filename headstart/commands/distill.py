@@ -16,7 +16,7 @@ KEPT = shared.KEPT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
+    parser.add_argument("recipe", metavar="RECIPE", help=shared.RECIPE)
     shared.add_recipe_arguments(parser)
     shared.add_json_argument(parser)
 

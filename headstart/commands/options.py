@@ -141,13 +141,13 @@ _COMPILE = (
     "finds that faster; on (or no value): always, and on a GPU compile the target's forwards; off: "
     "run layers as transformers does"
 )
-_FASTER = {"auto": "auto", "on": True, "off": False}
+FASTER = {"auto": "auto", "on": True, "off": False}
 
 
 def _faster(text: str) -> str | bool:
-    if text not in _FASTER:
+    if text not in FASTER:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected auto, on or off")
-    return _FASTER[text]
+    return FASTER[text]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -120,6 +120,8 @@ def _print(
 
     names, figures = columns
     table = column_table(names, figures, gap=1)
+    # What NAME and --remove take: other columns give way first.
+    table.columns[0].min_width = min(30, max((len(row[names[0]]) for row in rows), default=0))
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in (*names, *figures)))
     print_apart(titled(sys.stdout, title), table)

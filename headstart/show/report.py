@@ -22,7 +22,12 @@ class Report:
 
     def __init__(self, place: str | Path, height: int = 720):
         path = Path(place)
-        self.path, self.height = path / REPORT if path.is_dir() else path, height
+        if path.is_dir():  # that of a training is with the drafter, in the run's `heads`
+            in_heads = path / "heads" / REPORT
+            path = (
+                in_heads if in_heads.is_file() and not (path / REPORT).is_file() else path / REPORT
+            )
+        self.path, self.height = path, height
         if not self.path.is_file():
             raise OptionError(
                 f"no report at {str(self.path)!r}; expected the folder of a run, or of what bench "

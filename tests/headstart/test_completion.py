@@ -38,6 +38,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["headstart", "completion", "z"], "zsh"),
         (["headstart", "export", "--to", "sg"], "sglang"),
         (["headstart", "generate", "--rule", "tr"], "traversal"),
+        (["headstart", "bench", "--expansion", "with_"], "with_replacement"),
+        (["headstart", "generate", "--compile", "of"], "off"),
     ],
 )
 def test_bash_completes(script: Path, typed: list[str], found: str) -> None:

@@ -55,6 +55,7 @@ def test_without_parts_the_names_are_listed_and_no_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert list(shipped_recipes()) == sorted(shipped_recipes())
     for name in [*shipped_recipes(), *shipped_parts()]:
         assert any(line.startswith(f"{name} ") for line in lines), name
     assert "`headstart recipes PART…`" in done.stdout and "estimate for" not in done.stdout

@@ -62,6 +62,15 @@ def test_runs_and_stages_are_listed(runs: Path, capsys: pytest.CaptureFixture[st
     assert "unfinished" in table and old in table
 
 
+def test_a_name_is_whole_on_a_narrow_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    (runs / "first").rename(runs / "my-first-model")
+    with RunLock(runs / "my-first-model"):
+        assert "my-first-model " in call(capsys, "--output", str(runs))[1]
+
+
 def test_what_is_asked_for_is_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, where = runs / "first", ("--output", str(runs))
     current = (root / "heads").resolve()

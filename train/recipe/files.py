@@ -45,7 +45,7 @@ class Part:
 
 def shipped_recipes() -> dict[str, Path]:
     """The whole recipes that come with the package: name to path."""
-    return {path.stem: path for path in sorted(_folder().glob("*.yaml"))}
+    return {path.stem: path for path in sorted(_folder().glob("*.yaml"), key=lambda p: p.stem)}
 
 
 @cache

@@ -212,5 +212,8 @@ def test_a_report_is_a_page_within_the_notebook(tmp_path: Path) -> None:
         assert found.startswith('<iframe sandbox="" ') and "height:300px" in found
         (inside,) = re.findall(r'srcdoc="([^"]*)"', found)
         assert html.unescape(inside) == page
+    (heads := tmp_path / "run" / "heads").mkdir(parents=True)  # of `headstart train`
+    (tmp_path / "report.html").rename(heads / "report.html")
+    assert Report(tmp_path / "run").path == heads / "report.html"
     with pytest.raises(OptionError, match=r"no report at .*nothing"):
         Report(tmp_path / "nothing")
