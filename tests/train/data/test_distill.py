@@ -173,6 +173,18 @@ def test_time_cuts_the_examples_but_not_the_first_shard(
     assert "6 of 20 texts (1 of 3 shards)" in caplog.text
 
 
+def test_each_line_of_progress_has_the_speed(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("headstart.infer.measure.progress.EVERY", 0.0)
+    distill(SPEC, tiny_target(), tokenizer, DOCUMENTS, tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distill: ")]
+    assert len(lines) >= 2 and all(line.endswith(" tokens/s") for line in lines)
+
+
 def test_a_restart_has_the_time_that_was_left(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
