@@ -31,22 +31,27 @@ def print_report(report: Report, out: TextIO, title: str, as_json: bool = False)
 def print_table(report: Report, out: TextIO, title: str) -> None:
     """Print the table to `out`: colours on a terminal, plain text anywhere else."""
     console = titled(out, title)
+    print_apart(console, *doubts(report), style="bold yellow")
     print_apart(console, *gained(report), style="bold")
     blocks = _speed_rows, _output_rows, _sampled_rows, setting_rows
     for rows in (block(report) for block in blocks):
         if any(value for _, value in rows):
             print_apart(console, grid(rows))
-    print_remarks([report], console)
+    print_remarks([report], console, told=doubts(report))
 
 
-def print_remarks(reports: Sequence[Report], console: Console) -> None:
-    """Print the remarks on all reports, each once; of texts that repeat themselves the worst."""
+def print_remarks(reports: Sequence[Report], console: Console, told: Sequence[str] = ()) -> None:
+    """Print the remarks on all reports, each once; of texts that repeat themselves the worst.
+
+    Args:
+        told: those that were printed before.
+    """
     known = [report for report in reports if report.get("distinct_4grams") is not None]
     least = {"distinct_4grams": min((of["distinct_4grams"] for of in known), default=None)}
     said = dict.fromkeys(
         sentence for report in reports for sentence in remarks({**report, **least})
     )
-    print_apart(console, *said, style="yellow")
+    print_apart(console, *(sentence for sentence in said if sentence not in told), style="yellow")
 
 
 def print_next_steps(report: Report, out: TextIO) -> None:

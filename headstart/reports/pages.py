@@ -96,9 +96,12 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     stages = report.get("stage_seconds") or {}
     page = Page(
         title=f"headstart {name}: {with_article(manifest.family)} drafter",
-        said=f"On held-out prompts it decodes {against['median']:.2f} times as fast as plain "
-        f"decoding{_interval(against)}, with {report['tau']:.2f} tokens per round."
-        + "".join(f" {sentence}" for sentence in (*gained_sampled(report), *doubts(report))),
+        said=" ".join([
+            *doubts(report),
+            f"On held-out prompts it decodes {against['median']:.2f} times as fast as plain "
+            f"decoding{_interval(against)}, with {report['tau']:.2f} tokens per round.",
+            *gained_sampled(report),
+        ]),
         facts=_facts(report),
         pictures=[*bench_pictures({manifest.family: report}), *training],
         tables=_categories(report),

@@ -99,6 +99,12 @@ def test_a_target_that_hardly_learnt_is_told() -> None:
         assert any("hardly learnt: its training loss is 5.00" in each for each in said[:1]) == told
 
 
+def test_a_doubt_is_told_once_before_the_gain() -> None:
+    text = " ".join(table(REPORT | {"target_loss": 5.0, "expected_loss": 4.2}).split())
+    assert text.count("hardly learnt") == 1
+    assert text.index("hardly learnt") < text.index("times as fast as plain decoding")
+
+
 def test_no_gain_is_told_where_texts_differ() -> None:
     assert "times as fast" not in table(REPORT | {"identical_to_generate": False})
 
