@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from headstart.terminal import UsageError, is_utf8
 
@@ -234,11 +234,12 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def _refuse_of_samples(options: argparse.Namespace) -> None:
     """Refuse a rule or an expansion that greedy text would leave unread."""
-    from headstart.infer.rules.registry import find_rule
+    from headstart.infer.rules.registry import RULES
+    from headstart.infer.trees.expansions import Expansion
 
-    rule = None if options.rule is None or not find_rule(options.rule).samples else options.rule
-    for name, value in (("rule", rule), ("expansion", options.expansion)):
-        if value is not None:
+    sampled = [name for name, rule in RULES.items() if rule.samples]
+    for name, known in (("rule", sampled), ("expansion", get_args(Expansion))):
+        if (value := getattr(options, name)) in known:  # others are told as such
             raise UsageError(f"--{name} {value} is for sampled text; give --temperature as well")
 
 

@@ -77,7 +77,7 @@ def test_a_way_that_only_some_runs_were_compared_with_has_its_column() -> None:
     out = io.StringIO()
     print_comparison([batch, alone], out, "headstart bench")
     rows = [line.split() for line in out.getvalue().splitlines()]
-    assert ["batch", "tree", "τ", "×", "plain", "×", "gene.", "×", "look.", "same"] in rows
+    assert ["batch", "tree", "τ", "×", "plain", "×", "gen.", "×", "lookup", "same"] in rows
     assert ["1", "cartesian:2,1,1", "2.50", "1.50", "1.75", "1.25", "yes"] in rows
     assert line(out.getvalue(), "dtype") == "float32"
 
