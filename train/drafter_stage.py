@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def train_drafter(
     module.set_up(train.activation_checkpointing, train.compile)
     student = None
     if train.on_policy:
-        student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
+        student = partial(StudentText, train.on_policy, drafter, rows, recipe.distill, args)
     args.output_dir = str(folder / CHECKPOINTS)
     validation = loaded.validation(recipe)
     _, trainer_class = training_classes(drafter)

@@ -106,11 +106,24 @@ class Batches(Sampler[list[Any]]):
     def _units(self, order: np.ndarray, batch: int) -> np.ndarray:
         """This process's part of a batch.  # [B]"""
         step, within = divmod(batch, self.accumulation)
-        first = step * self.step_size
+        places = self._places(step, within)
+        units = order[step * self.step_size + np.maximum(places, ~places)]
+        return np.where(places < 0, ~units, units)
+
+    def places(self, step: int) -> np.ndarray:
+        """The places that this process's rows have among all of a step of an epoch, from 0.
+
+        They come in the order of its batches; ~place is that of a row without supervised tokens.
+        """
+        batches = self.accumulation if step < self.full_steps else self.left_batches
+        return np.concatenate([self._places(step, within) for within in range(batches)])
+
+    def _places(self, step: int, within: int) -> np.ndarray:
+        """Those of one batch.  # [B]"""
         if step < self.full_steps:
-            first += (within * self.world + self.rank) * self.batch_size
-            return order[first : first + self.batch_size]
-        shared = np.array_split(order[first:], self.left_batches)[within]
+            first = (within * self.world + self.rank) * self.batch_size
+            return np.arange(first, first + self.batch_size)
+        shared = np.array_split(np.arange(self.left), self.left_batches)[within]
         own = np.array_split(shared, self.world)[self.rank]
         return own if len(own) else ~shared[:1]
 

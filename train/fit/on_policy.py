@@ -22,9 +22,8 @@ from headstart.heads.core import output_layer, row_seeds
 from headstart.heads.families import with_article
 from headstart.infer import Speculator
 
-from ..data.batches import collate_texts
+from ..data.batches import Batches, collate_texts
 from ..data.training_rows import Row, Rows, check_context, ragged, write_rows
-from ..processes.tensor_parallel import data_share
 from ..recipe import Distill, OnPolicy, Recipe
 
 
@@ -50,14 +49,16 @@ class StudentText:
 
     Which steps these are, which prompts are continued and the sampling noise are drawn by (seed,
     step) for all processes together, so they depend neither on the number of processes nor on
-    earlier steps. The text for the steps up to the next multiple of `spec.every`, or to the next
-    checkpoint, is written at once. It is not saved, so a resumed run writes the same again.
+    earlier steps. A step has as many texts as it would have rows. The text for the steps up to the
+    next multiple of `spec.every`, or to the next checkpoint, is written at once. It is not saved,
+    so a resumed run writes the same again.
 
     Args:
         drafter: bound; its `language_model` writes with its current weights.
         rows: the target's texts, whose prompts are continued.
         distill: how long rows are, and how many are written at once. DistillError is raised where
             the student's context is too short for them.
+        batches: of this process, whose places its texts take.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class StudentText:
         rows: Rows,
         distill: Distill,
         args: TrainingArguments,
+        batches: Batches,
     ):
         assert drafter.language_model is not None, "see check_on_policy"
-        self.spec, self.rows, self.args = spec, rows, args
+        self.spec, self.rows, self.args, self.batches = spec, rows, args, batches
         limit = distill.row_tokens
         new = min(distill.new_tokens, limit - 1)
         # For a prompt; given ones may be longer, and their ends are continued.
@@ -80,9 +82,6 @@ class StudentText:
             distill, temperature=spec.temperature, prefix_tokens=self.room, new_tokens=new,
             max_length=None,
         )  # fmt: skip
-        # This process's rows a step.
-        self.count = args.train_batch_size * args.gradient_accumulation_steps
-        self.share = data_share(drafter.target, args)
         self.student = drafter.language_model
         check_context(distill, self.student, "draft model")
         self.speculator = Speculator(self.student)
@@ -123,8 +122,8 @@ class StudentText:
         """Rows of the due steps from `step` on, up to the next period or checkpoint."""
         periods = self.spec.every, int(self.args.save_steps)
         end = min(self.args.max_steps, *((step // period + 1) * period for period in periods))
-        steps = [due for due in range(step, end) if self.is_due(due)]
-        prompts = [prompt for due in steps for prompt in self._prompts(due)]
+        places = {due: self._places(due) for due in range(step, end) if self.is_due(due)}
+        prompts = [prompt for due, own in places.items() for prompt in self._prompts(due, own)]
         was_training = self.student.training
         self.student.eval()
         spec, written = self.distill, []
@@ -133,18 +132,29 @@ class StudentText:
             text = write_rows(self.speculator, prefixes, list(seeds), spec, **self.options)
             written += ragged(*text, map(str, seeds))
         self.student.train(was_training)
-        return {due: written[i * self.count :][: self.count] for i, due in enumerate(steps)}
+        rows = iter(written)
+        return {
+            due: [_untaught(next(rows)) if place < 0 else next(rows) for place in own]
+            for due, own in places.items()
+        }
 
-    def _prompts(self, step: int) -> list[tuple[Tensor, int]]:
-        """The prompts [P] that this process continues at a step, each with its noise's seed."""
-        draw = self._draw(step)
+    def _places(self, step: int) -> list[int]:
+        return self.batches.places(step % self.batches.steps).tolist()
+
+    def _prompts(self, step: int, places: list[int]) -> list[tuple[Tensor, int]]:
+        """The prompts [P] that are continued at places of a step, each with its noise's seed."""
+        draw, total = self._draw(step), self.batches.step_size
         draw.random()  # whether the step is due
-        total, first = self.share[1] * self.count, self.share[0] * self.count
-        own = slice(first, first + self.count)
-        chosen = draw.choices(range(len(self.rows)), k=total)[own]
-        seeds = row_seeds(draw.getrandbits(62), total)[own].tolist()
+        rows = draw.choices(range(len(self.rows)), k=total)
+        noise = row_seeds(draw.getrandbits(62), total).tolist()
+        own = [max(place, ~place) for place in places]
+        chosen, seeds = [rows[place] for place in own], [noise[place] for place in own]
         embedding: Any = self.student.get_input_embeddings()
         last = embedding.weight.shape[0] - 1
         texts = (self.rows.row(i).prompt()[-self.room :] for i in chosen)
         prompts = [torch.from_numpy(text.astype(np.int64)) for text in texts]
         return [(p.clamp(max=last), seed) for p, seed in zip(prompts, seeds, strict=True)]
+
+
+def _untaught(row: Row) -> Row:
+    return replace(row, supervised=np.zeros_like(row.supervised))

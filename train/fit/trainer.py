@@ -29,7 +29,7 @@ from headstart.heads.artifacts.files import METRICS
 from headstart.heads.core import gathered, in_parts, in_shards, output_layer
 from headstart.heads.core.files import flush_folder
 
-from ..data.batches import batch_loader, read_ahead
+from ..data.batches import Batches, batch_loader, read_ahead
 from ..data.training_rows import Rows
 from ..figures.metrics import Metrics, scalars
 from ..processes.agreement import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -77,7 +77,7 @@ class DrafterTrainer(Trainer):
         evaluation: the settings of `validation`, as plain data, by which a resumed run knows
             whether its validations compare with those before.
         progress: whether to draw a bar on stderr.
-        student_text: the text that the drafter writes itself, for the steps that learn from it.
+        student_text: makes, of the batches, what the drafter writes for steps to learn from.
         flops: products of a training step for each token, see `Metrics`.
         features: where the target's features are kept that do not fit in memory; None for nowhere.
     """
@@ -92,15 +92,16 @@ class DrafterTrainer(Trainer):
         spec: Train,
         validation: Callable[[Drafter], dict[str, Any]],
         progress: bool = True,
-        student_text: StudentText | None = None,
+        student_text: Callable[[Batches], StudentText] | None = None,
         flops: float | None = None,
         features: FeatureFolder | None = None,
         evaluation: dict[str, Any] | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
-        self.student_text, self.features, self.evaluation = student_text, features, evaluation
+        self.features, self.evaluation = features, evaluation
         self.folder = Path(args.output_dir or "")
         self.batches = make_batches(module, args, rows, spec)
+        self.student_text = student_text and student_text(self.batches)
         if spec.epochs is not None:
             args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
             args.logging_steps = min(args.logging_steps, max(args.max_steps // 50, 1))
@@ -384,10 +385,9 @@ class DrafterTrainer(Trainer):
             self.module.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        assert self.state.best_model_checkpoint is not None
-        if self.stopped:
-            return
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        if not self.stopped:
+            assert self.state.best_model_checkpoint is not None
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 class _StepEnd(TrainerCallback):

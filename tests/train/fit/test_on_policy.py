@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import LlamaForCausalLM
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.families import with_article
+from headstart.train.data.batches import Batches
 from headstart.train.data.prefixes import DistillError
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit import on_policy
@@ -72,8 +74,14 @@ class Processes:
         self.save_steps, self.max_steps = every, 12
 
 
-def text_of(drafter: DraftModel, spec: OnPolicy, distill: Distill = DISTILL, **how: Any) -> Any:
-    return StudentText(spec, drafter, rows(), distill, Processes(**how))  # type: ignore[arg-type]
+def text_of(
+    drafter: DraftModel, spec: OnPolicy, distill: Distill = DISTILL, count: int = 10, **how: Any
+) -> Any:
+    args: Any = Processes(**how)
+    own = args.train_batch_size, args.gradient_accumulation_steps, args.seed
+    given = rows(count)
+    batches = Batches(given.lengths, *own, args.process_index, args.world_size)
+    return StudentText(spec, drafter, given, distill, args, batches)
 
 
 def test_the_text_is_the_current_students() -> None:
@@ -128,12 +136,20 @@ def test_the_share_of_steps_is_lambda() -> None:
     assert all(text_of(student(), OnPolicy(lmbda=1.0)).is_due(step) for step in range(100))
 
 
-def test_processes_share_what_one_would_write() -> None:
+@pytest.mark.parametrize("count", [64, 11, 9], ids=["whole", "of three rows", "of one row"])
+def test_processes_share_what_one_would_write(count: int) -> None:
+    """Also in an epoch's last step, where one row leaves a process without any."""
     drafter, spec = student(), OnPolicy(lmbda=1.0, temperature=1.5)
-    whole = columns(text_of(drafter, spec).at(2)).tokens
-    halves = [text_of(drafter, spec, rank=rank, world=2, rows=2).at(2) for rank in (0, 1)]
-    assert torch.equal(columns([row for half in halves for row in half]).tokens, whole)
-    for other in (text_of(drafter, spec).at(1), text_of(drafter, spec, seed=4).at(2)):
+    whole = text_of(drafter, spec, count=count).at(2)
+    assert len(whole) == min(count - 8, 4)
+    halves = [
+        text_of(drafter, spec, count=count, rank=rank, world=2, rows=2).at(2) for rank in (0, 1)
+    ]
+    taught = [row for half in halves for row in half if row.supervised.any()]
+    assert len(halves[0]) == len(halves[1]) or count == 11
+    assert torch.equal(columns(taught).tokens, columns(whole).tokens)
+    whole = columns(text_of(drafter, spec).at(1)).tokens
+    for other in (text_of(drafter, spec).at(0), text_of(drafter, spec, seed=4).at(1)):
         assert not torch.equal(columns(other).tokens, whole)
 
 
@@ -148,7 +164,7 @@ def test_text_is_written_at_once_and_never_kept_over_a_checkpoint(
 
     write = on_policy.write_rows
     monkeypatch.setattr(on_policy, "write_rows", counted)
-    text = text_of(student(), OnPolicy(lmbda=1.0, every=3), every=5)
+    text = text_of(student(), OnPolicy(lmbda=1.0, every=3), count=48, every=5)
     written = []
     for step in range(12):
         text.at(step)
@@ -163,21 +179,21 @@ def test_the_text_ends_and_is_spelt_as_the_targets() -> None:
     drafter = student()
     drafter.target.generation_config.eos_token_id = [7]  # type: ignore[union-attr]
     hot = OnPolicy(lmbda=1.0, temperature=5.0)
-    text = columns(text_of(drafter, hot, rows=64).at(0))
+    text = columns(text_of(drafter, hot, count=64, rows=64).at(0))
     ended = text.lengths < text.prompt_lengths + DISTILL.new_tokens
     last = text.tokens.gather(1, (text.lengths - 1).long().unsqueeze(1)).squeeze(1)
     assert ended.any() and (last[ended] == 7).all()
     drafter.model.resize_token_embeddings(4 * SIZE)
-    assert columns(text_of(drafter, hot, rows=16).at(0)).tokens.max() < SIZE
+    assert columns(text_of(drafter, hot, count=16, rows=16).at(0)).tokens.max() < SIZE
     drafter.model.resize_token_embeddings(SIZE // 2)
-    assert columns(text_of(drafter, hot, rows=16).at(0)).tokens.max() < SIZE // 2
+    assert columns(text_of(drafter, hot, count=16, rows=16).at(0)).tokens.max() < SIZE // 2
 
 
 def trainer(folder: Path, drafter: DraftModel, spec: Train = SPEC, validate: Any = None) -> Any:
     module = TargetWithDrafter(drafter.target, drafter, spec.head_decay, spec.loss)
     args = training_arguments(spec, folder, seed=3)
     assert spec.on_policy is not None
-    text = StudentText(spec.on_policy, drafter, rows(), DISTILL, args)
+    text = partial(StudentText, spec.on_policy, drafter, rows(), DISTILL, args)
     check = validate or (lambda _: IDLE)
     return DrafterTrainer(module, args, rows(), spec, check, progress=False, student_text=text)
 
@@ -244,7 +260,7 @@ def test_the_loss_falls_on_the_students_text(tmp_path: Path, loss: str) -> None:
     )  # fmt: skip
 
     def on_fresh_text() -> float:
-        text = columns(text_of(drafter, on_policy, rows=64).at(0))
+        text = columns(text_of(drafter, on_policy, count=64, rows=64).at(0))
         module = TargetWithDrafter(drafter.target, drafter, 1.0, loss)
         with torch.no_grad():
             return float(module(None, text.tokens.long(), text.supervised)["loss"])
