@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     import argparse
     import contextlib
+    import logging
     import sys
 
     from .recipe import load_recipe
@@ -35,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print
         from .pipeline import train, write_text
-        from .processes.agreement import is_process_0
+        from .processes.agreement import SaidByAll, is_process_0
         from .processes.lifetime import end_processes
         from .processes.stopping import Interrupted
 
+        if logging.lastResort is not None:  # it prints warnings
+            logging.lastResort.addFilter(SaidByAll())
         fresh = options.fresh or options.smoke  # what was done before would show nothing
         if options.smoke:
             from .smoke import smoke

@@ -8,10 +8,12 @@ counts up a number of its own there, and who waits sees that it stands still.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count, zip_longest
@@ -183,6 +185,24 @@ def first_to_say(message: str) -> bool:
     found = store() if in_parallel() else _launchers_store()
     key = hashlib.sha256(message.encode()).hexdigest()
     return found is None or found.add(f"headstart/said/{key}", 1) == 1
+
+
+class SaidByAll(logging.Filter):
+    """Lets the first of several processes print what all of them warn of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: Counter[str] = Counter()  # that this process has said it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not in_parallel():
+            return True
+        message = record.getMessage()
+        self._times[message] += 1
+        try:
+            return first_to_say(f"warning {self._times[message]}: {message}")
+        except RuntimeError:  # the store is gone, and the run ends
+            return True
 
 
 def _launchers_store() -> Any:
