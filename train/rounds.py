@@ -19,11 +19,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainingArguments
 
 from headstart.heads import OptionError
 from headstart.heads.artifacts.files import MANIFEST
+from headstart.heads.artifacts.manifest import read_manifest
 
 from .data.distill import ROUNDS, Pace
 from .data.training_rows import Rows
@@ -93,7 +95,7 @@ def _trained(
     place: Path,
     before: Path | None,
 ) -> Path:
-    """The drafter of a round, which goes on from that of the round before, where there is one."""
+    """The drafter of a round, which goes on from that of the round before, where one is like it."""
     made, training = place / _DRAFTER, place / _TRAINING
     if not from_process_0((made / MANIFEST).is_file() if is_process_0() else None):
         on_process_0(lambda: shutil.rmtree(training, ignore_errors=True))
@@ -103,7 +105,7 @@ def _trained(
         if spec.round_steps is None and recipe.train.epochs is not None:
             epochs = recipe.train.epochs / spec.rounds
         drafter, first = recipe.drafter, recipe.train.from_
-        if before is not None:
+        if before is not None and _of_recipe(before, recipe):
             drafter, first = going_on(drafter, str(before))
         train = replace(
             recipe.train, max_steps=steps, epochs=epochs, eval_every=None, extend=False,
@@ -124,3 +126,18 @@ def _trained(
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
     return made
+
+
+def _of_recipe(before: Path, recipe: Recipe) -> bool:
+    """Whether a round's drafter has the recipe's settings, which may be others than before a kill.
+
+    They decide nothing of the rows, so the run goes on; but no drafter of other settings does.
+    """
+    made, own = read_manifest(before).recipe["drafter"], recipe.to_dict()["drafter"]
+    changed = {"model", "layers"} if own["options"].get("lora") is not None else set()
+
+    def settings(drafter: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in drafter["options"].items() if name not in changed}
+        return drafter | {"options": kept}
+
+    return settings(made) == settings(own)

@@ -91,6 +91,29 @@ def test_rounds_divide_the_epochs_and_any_family_goes_on(
     assert found == steps
 
 
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("other", ["drafter={family: redrafter, depths: 2}", "drafter.heads=1"])
+def test_an_interrupted_run_goes_on_with_another_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    trained, train = [], rounds.train_drafter
+
+    def noted(recipe: Recipe, *of: Any) -> Any:
+        trained.append((recipe.drafter.family, recipe.train.from_ is not None))
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return train(recipe, *of)
+
+    monkeypatch.setattr(rounds, "train_drafter", noted)
+    how = "distill.rounds=3", "distill.round_steps=1"
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.write_text(made(tmp_path, "r", *how))
+    stage = pipeline.write_text(made(tmp_path, "r", *how, other))
+    assert len(Rows.load(stage.folder)) == 24
+    assert trained[:2] == [("medusa", False), ("medusa", True)]
+    assert trained[2] == ("redrafter" if "redrafter" in other else "medusa", False)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
