@@ -292,11 +292,12 @@ def _source(name: str, options: argparse.Namespace) -> Any:
 
 
 def _is_draft_model(source: Any) -> bool:
+    from headstart.heads.artifacts.loading import is_translated
     from headstart.heads.artifacts.source import SourceKind
     from headstart.heads.families import is_language_model
 
     if source.kind is SourceKind.ARTIFACT:
-        return is_language_model(source.manifest.family)
+        return is_language_model(source.manifest.family) and not is_translated(source)
     return source.kind is SourceKind.CHECKPOINT  # perhaps; what it is, is known once it is loaded
 
 

@@ -74,7 +74,7 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     weights = source.check_files()
     check_declared(source, weights)
     kind: Any = family(source.manifest.family)
-    if kind is DraftModel and not read_header(weights).keys().isdisjoint(TRANSLATION):
+    if kind is DraftModel and is_translated(source):
         kind = TranslatedDraftModel
     options |= {"local_files_only": True, "weights_only": True}
     options["use_safetensors"] = weights.name == WEIGHTS
@@ -102,6 +102,12 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
             "of another shape; restore both files."
         )
     return drafter
+
+
+def is_translated(source: DrafterSource) -> bool:
+    """Whether an artifact is a draft model with a tokenizer of its own."""
+    weights = source.folder / WEIGHTS
+    return weights.is_file() and TRANSLATION[0] in read_header(weights)
 
 
 def _merge_adapter(adapter: Adapter, target: PreTrainedModel, source: DrafterSource) -> None:

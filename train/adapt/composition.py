@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from headstart.heads import family
 from headstart.heads.artifacts.files import CONFIG, WEIGHTS, read_header, read_json
+from headstart.heads.artifacts.loading import is_translated
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import load_pretrained
 from headstart.heads.families import with_article
 from headstart.heads.parts.student import KEPT
-from headstart.heads.parts.translation import TRANSLATION
 from headstart.infer.rules.registry import choose_rule
 
 from ..checks.plan import context_of
@@ -106,10 +106,9 @@ def check_adaptable(source: DrafterSource) -> None:
             "of its target, and training that further would change the text; write the adapted "
             "target as a model of its own (headstart merge), and adapt the drafter beside it"
         )
-    tensors = read_header(source.folder / WEIGHTS) if kind.saved_as_language_model else {}
-    if TRANSLATION[0] in tensors:
+    if is_translated(source):
         raise AdaptError(f"{source} has a tokenizer of its own, and no such draft model is trained")
-    if KEPT in tensors:
+    if kind.saved_as_language_model and KEPT in read_header(source.folder / WEIGHTS):
         raise AdaptError(
             f"{source} proposes only some of its tokens, and a draft model is trained with all; "
             "adapt the one that it was made from, and trim that again (headstart trim)"
