@@ -24,7 +24,7 @@ from .events import Events
 from .forms import answer_form
 from .probabilities import Told, asked_probabilities
 from .several import END, each_answer
-from .shapes import biases_of, calls_of, check_ids, stops_of, without_nulls
+from .shapes import biases_of, calls_of, check_ids, stops_of, with_known_roles, without_nulls
 from .writing import ASKED, Asked, said_of
 
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -58,7 +58,10 @@ class _Own(BaseHandler):
     _grammar: Any = None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        body = {"stream": False, **without_nulls(body)}
+        model: Any = self.model_manager
+        _, tokenizer = model.load_model_and_processor()
+        template = getattr(tokenizer, "chat_template", None)
+        body = {"stream": False, **with_known_roles(without_nulls(body), template)}
         if body.get("tool_choice") == "none":  # what a model is not told of it does not call
             body.pop("tools", None)
         return await super().handle_request(body, request_id)  # type: ignore[misc]
@@ -282,6 +285,23 @@ class Responses(_Own, ResponseHandler):
     asked_in = "input"
     each_answer = staticmethod(lambda body: [body])
 
+    @staticmethod
+    def _normalize_input(body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The request as messages; its instructions stand before a system message, if it has one.
+
+        That of transformers puts them in its place.
+        """
+        found = ResponseHandler._normalize_input({**body, "instructions": None})
+        instructions = body.get("instructions")
+        if instructions and found[0]["role"] == "system":
+            said = found[0]["content"]
+            parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+            before = {"type": "text", "text": f"{instructions}\n\n"}
+            found[0] = {"role": "system", "content": [before, *parts]}
+        elif instructions:
+            found.insert(0, {"role": "system", "content": instructions})
+        return found
+
     def _streaming(
         self,
         request_id: str,
@@ -334,4 +354,6 @@ class Responses(_Own, ResponseHandler):
         return JSONResponse(events.response)
 
     def _end(self, events: Events, prompt: int, written: int) -> str:
-        return events.end(compute_usage(prompt, written).model_dump(), self._is_cut(written))
+        return events.end(
+            compute_usage(prompt, written).model_dump(exclude_none=True), self._is_cut(written)
+        )

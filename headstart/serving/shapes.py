@@ -22,6 +22,7 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "tools": (list, "a list of functions"),
     "text": (dict, "an object"),
     "reasoning": (dict, "an object"),
+    "include": (list, "a list of texts"),
     "generation_config": (str, "a JSON object, written as a text"),
 }
 _CALLS = {
@@ -45,6 +46,26 @@ def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
         found["messages"] = [
             without_nulls(each) if isinstance(each, dict) else each for each in messages
         ]
+    return found
+
+
+def with_known_roles(body: Mapping[str, Any], template: Any) -> dict[str, Any]:
+    """A request whose developer messages are system messages, if the template has only those.
+
+    The protocol means the same by both, and many templates leave out roles that they do not know.
+
+    >>> with_known_roles({"messages": [{"role": "developer", "content": "Hi"}]}, "{{ messages }}")
+    {'messages': [{'role': 'system', 'content': 'Hi'}]}
+    """
+    found = dict(body)
+    for name in ("messages", "input") if "developer" not in str(template) else ():
+        if isinstance(given := body.get(name), list):
+            found[name] = [
+                each | {"role": "system"}
+                if isinstance(each, dict) and each.get("role") == "developer"
+                else each
+                for each in given
+            ]
     return found
 
 

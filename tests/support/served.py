@@ -39,7 +39,9 @@ def served(batcher: Any, recorder: Any = None, key: str | None = None) -> Iterat
         assert time.monotonic() < limit
         time.sleep(0.02)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    with OpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
-        yield client
-    server.should_exit = True
-    thread.join(timeout=10)
+    try:
+        with OpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
+            yield client
+    finally:  # else a test that fails would never end
+        server.should_exit = True
+        thread.join(timeout=10)

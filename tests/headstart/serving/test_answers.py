@@ -25,9 +25,13 @@ from tests.support.chats import GEMMA, TOOLS, chat_tokenizer
 from tests.support.paths import SHARED
 from tests.support.served import served, speaker
 
-pytestmark = pytest.mark.skipif(
-    not is_serve_available(), reason="needs fastapi, uvicorn and openai"
-)
+if not is_serve_available():
+    pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
+
+from transformers.cli.serving.utils import Modality
+
+from headstart.serving.handlers import Chats, Responses
+
 STORIES = SHARED / "models" / "stories260k"
 ASKED = [{"role": "user", "content": "say something"}]
 BODY: dict[str, Any] = {"model": "talker", "messages": ASKED, "max_tokens": 30, "temperature": 0}
@@ -164,10 +168,6 @@ def test_a_continuation_keeps_the_space_before_it() -> None:
 
 
 def test_a_template_is_given_all_of_a_message() -> None:
-    from transformers.cli.serving.utils import Modality
-
-    from headstart.serving.handlers import Chats
-
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
     said = {"role": "assistant", "content": "I look."}
     found = Chats.get_processor_inputs_from_messages(
@@ -183,6 +183,28 @@ def test_a_template_is_given_all_of_a_message() -> None:
     assert found[1] == {"role": "tool", "name": "f", "content": "42"}
     text: Any = chat_tokenizer(TOOLS).apply_chat_template(found, tokenize=False)
     assert 'I look.<tool_call>{"name": "f", "arguments": {}}' in text and text.count("look") == 2
+
+
+def test_instructions_and_messages_of_developers_are_read() -> None:
+    """A template that does not know developers would leave them out."""
+    template = "{% for m in messages %}{% if m.role in ['system', 'user'] %}"
+    template += "{{ m.role }}:{{ m.content }}{% endif %}{% endfor %}"
+    developer = {"role": "developer", "content": "Be kind."}
+    for content in ("So.", [{"type": "input_text", "text": "So."}]):
+        given = [{"role": "system", "content": content}, *ASKED]
+        found = Responses._normalize_input({"input": given, "instructions": "Be."})
+        found = Responses.get_processor_inputs_from_messages(found, Modality.LLM)
+        assert [each["content"].split() for each in found] == [["Be.", "So."], ["say", "something"]]
+    assert Responses._normalize_input({"input": "a", "instructions": "b"})[0]["content"] == "b"
+    with served(Batcher(speaker(256, template), 1)) as client:
+        create = client.chat.completions.create
+        counts = [
+            create(**BODY | {"messages": [each, *ASKED]}).usage.prompt_tokens
+            for each in (developer, developer | {"role": "system"})
+        ]
+        body = {"model": "talker", "input": [developer, *ASKED], "max_output_tokens": 2}
+        counts.append(client.responses.create(**body).usage.input_tokens)
+        assert counts[0] == counts[1] == counts[2] > len("system:Be kind.")
 
 
 def test_tools_that_may_not_be_called_are_not_told(client: Any) -> None:
