@@ -57,14 +57,10 @@ def form_of_calls(body: Mapping[str, Any], tokenizer: Any, model: Any) -> Gramma
 def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The names of functions that may be called, and the schemas of their arguments."""
     choice, found = body["tool_choice"], list[tuple[str, dict[str, Any]]]()
-    for number, tool in enumerate(body.get("tools", ())):
+    for tool in body.get("tools", ()):
         function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            raise wrong(f"the name of tools[{number}]", name, "a text")
+        name = function["name"]
         schema = function.get("parameters") or {"type": "object", "additionalProperties": False}
-        if not isinstance(schema, dict):
-            raise wrong(f"the parameters of {shown(name)}", schema, "a JSON schema, an object")
         try:
             Grammar.json_schema(schema)
         except ValueError as error:

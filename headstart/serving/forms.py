@@ -46,6 +46,8 @@ def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     if "response_format" in body:
         _add(found, "response_format", body["response_format"], "json_schema")
     if "text" in body:
+        if body["text"].keys() - {"format", "verbosity"}:
+            raise wrong("text", body["text"], "an object with format")
         _add(found, "text.format", body["text"].get("format") or {"type": "text"}, None)
     if "structured_outputs" in body:
         found["structured_outputs"] = _output(body["structured_outputs"])

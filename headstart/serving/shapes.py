@@ -94,6 +94,12 @@ def check_shapes(body: Mapping[str, Any]) -> None:
     for number, tool in enumerate(body.get("tools", ())):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise wrong(f"tools[{number}]", tool, "an object of the type 'function'")
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(f"tools[{number}]", tool, "a function with a name")
+        schema = function.get("parameters")
+        if not isinstance(schema, dict | None):
+            raise wrong(f"tools[{number}].parameters", schema, "a JSON schema, an object")
     if "messages" in body:
         if not body["messages"]:
             raise wrong("messages", [], "at least one message")

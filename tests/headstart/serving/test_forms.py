@@ -92,6 +92,7 @@ def test_other_forms(client: Any) -> None:
         ({"response_format": "json"}, "response_format is 'json'; expected an object"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema is None; expected a"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is None; expected a"),
+        ({"text": {"type": "json_schema", "schema": SCHEMA}}, "expected an object with format"),
         ({"structured_outputs": {}}, "structured_outputs is {}; expected an object with one of"),
         ({"structured_outputs": {"xml": 1}}, "expected an object with one of json, "),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex is 1; expected a text"),

@@ -47,6 +47,12 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
         ({"messages": [USER], "chat_template_kwargs": "x"}, "chat_template_kwargs is 'x'"),
         ({"messages": [USER], "tools": "x"}, "tools is 'x'; expected a list of functions"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ({"messages": [USER], "tools": [{"type": "function", "function": "f"}]}, "with a name"),
+        ({"input": "a", "tools": [{"type": "function", "name": 5}]}, "a function with a name"),
+        (
+            {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": "{}"}]},
+            r"tools\[0\].parameters is '{}'; expected a JSON schema",
+        ),
         ({"input": 5}, "input is 5; expected a text, or a list of messages"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, "type 'input_image'"),
         ({"input": [USER, {"type": "computer_call"}]}, r"input\[1\] is of type 'computer_call'"),
