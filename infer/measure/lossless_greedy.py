@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from ..speculator import Speculator
 from .progress import with_progress
 
 _COPIES = 4  # rows of the batch that plain decoding is repeated in
+_FAR = 3  # times the noise: more than rounding sets two runs apart
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,18 @@ class Divergence:
 
     prompt: int  # its number
     place: int  # new tokens before it
-    margin: float  # the best logit less the second best, in `generate`'s run
+    margin: float  # the best logit less the second best, in `generate`'s run; infinite past its end
     difference: float  # the largest of any logit there, between the two runs
     noise: float
 
     @property
     def near_tie(self) -> bool:
-        """Whether the noise of plain decoding itself can change which token is best."""
-        return self.margin <= 2 * self.noise
+        """Whether the noise of plain decoding itself can change which token is best.
+
+        Each of the two best logits may be off by it. Where the two runs differ by far more, that is
+        no rounding, however near the tie is: honest runs were at most 1.5 times the noise apart.
+        """
+        return self.margin <= 2 * self.noise and self.difference <= _FAR * self.noise
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,13 @@ def compare_greedy(
         same, differs, noise = _in_other_shapes(model, ids, alone, options)
         plain_tokens, plain_differs = plain_tokens + same, plain_differs + differs
         if number in places:
-            place = places[number]
-            logits = alone.logits[place][0].float()
-            best = logits.topk(2).values
-            difference = _largest(logits, speculator.generate(ids, **options).logits[place][0])
-            margin = float(best[0] - best[1])
+            place, drafted = places[number], speculator.generate(ids, **options).logits
+            margin = difference = math.inf  # where one text ends and the other goes on
+            if place < min(len(alone.logits), len(drafted)):
+                logits = alone.logits[place][0].float()
+                best = logits.topk(2).values
+                difference = _largest(logits, drafted[place][0])
+                margin = float(best[0] - best[1])
             divergences.append(Divergence(number, place, margin, difference, noise))
     return Greedy(len(prompts), compared, divergences, plain_differs, plain_tokens, *by)
 

@@ -1,5 +1,6 @@
 """The proofs that users run on their own models: they hold, and they can fail."""
 
+import copy
 import math
 from collections import Counter
 from typing import Any
@@ -22,6 +23,7 @@ from headstart.infer.measure.lossless_sampled import (
     compare_sampled,
     continuations,
 )
+from headstart.infer.target import Target
 from tests.support.tiny import prompts, tiny
 
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
@@ -62,8 +64,46 @@ def test_a_wrong_mask_shows_and_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_near_tie_is_judged_by_the_noise_of_plain_decoding() -> None:
-    assert Divergence(0, 3, margin=0.02, difference=0.5, noise=0.01).near_tie
-    assert not Divergence(0, 3, margin=0.03, difference=0.5, noise=0.01).near_tie
+    assert Divergence(0, 3, margin=0.02, difference=0.03, noise=0.01).near_tie
+    assert not Divergence(0, 3, margin=0.03, difference=0.03, noise=0.01).near_tie
+    assert not Divergence(0, 3, margin=0.0, difference=0.04, noise=0.01).near_tie
+
+
+def test_a_text_that_ends_elsewhere_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token less than asked for."""
+    true = Speculator.generate
+
+    def short(self: Speculator, *args: Any, max_new_tokens: int, **options: Any) -> Any:
+        return true(self, *args, max_new_tokens=max_new_tokens - 1, **options)
+
+    monkeypatch.setattr(Speculator, "generate", short)
+    found = compare_greedy(speculator(), one_by_one([5]), 12)
+    assert not found.holds and found.divergences[0].place == 11
+
+
+def test_logits_that_are_off_by_more_than_rounding_show_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where rounding makes plain decoding differ from itself, many a wrong margin is small."""
+    torch.manual_seed(3)
+    target: Any = copy.deepcopy(tiny("llama")).bfloat16()
+    heads = Medusa(MedusaConfig.for_target(target, heads=2)).bfloat16()
+    pair, texts = Speculator(target, heads, tree="cartesian:3,2"), one_by_one([5, 9, 7, 12])
+    assert compare_greedy(pair, texts, 24).holds
+    true = Target.verify
+
+    def wrong(self: Target, *args: Any, **options: Any) -> Any:
+        logits, *rest = true(self, *args, **options)
+        off = wide * torch.arange(logits.shape[-1]).sin().to(logits.dtype)  # [V]
+        return logits + off * (logits.shape[1] > 1), *rest
+
+    with torch.no_grad():
+        wide = float(target(texts[0]).logits.float().std()) / 4
+    monkeypatch.setattr(Target, "verify", wrong)
+    found = compare_greedy(pair, texts, 24)
+    print(found.divergences)
+    close = [each for each in found.divergences if each.margin <= 2 * each.noise]
+    assert close and not any(each.near_tie for each in close)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "match", "rejection", "traversal"])
