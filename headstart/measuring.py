@@ -136,6 +136,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     """Load the models and make every speculator, so that mistakes show before a measurement."""
     import headstart
     from headstart.infer import Speculator
+    from headstart.reports.plans import said_of_unused
 
     given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
     sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
@@ -172,6 +173,8 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
             own[label] = Way(name, made)
     notes: list[str] = []
     chats, cut, early = _chats(first, questions, matrix, notes)
+    for source in itertools.chain(*sources) if not matrix.trees else ():
+        early += said_of_unused(source, first.model)
     against: dict[str, dict[str, Any]] = {name: {} for name in matrix.against}
     if "lookup" in against:
         from headstart.infer.measure.matrix import LOOKUP_TOKENS

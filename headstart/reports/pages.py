@@ -25,7 +25,7 @@ from .measured import (
     shown,
     tree_name,
 )
-from .plans import draw_candidates, requests_of, said_of_plan
+from .plans import draw_candidates, held_for, requests_of, said_of_plan
 from .tables import Report
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
         tables=[Table("The best trees", header, rows)],
         environment=environment(plan.device, plan.dtype),
         notes=[
-            "The ranks were recorded on greedy text: at a temperature above 0 fewer drafted tokens "
-            "are right.",
+            held_for(plan),
             "The probability of a node is the product of its ranks' shares along the path, as if "
             "the depths were independent.",
             *NOTES[:2],

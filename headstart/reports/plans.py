@@ -11,8 +11,10 @@ from .tables import column_table, grid, print_apart, titled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from transformers import PreTrainedModel
 
     from headstart.heads.artifacts.plan import Plan
+    from headstart.heads.artifacts.source import DrafterSource
 
 _SHOWN = 12  # candidates in the table
 _FORMATS = (".png", ".svg", ".pdf")
@@ -69,16 +71,36 @@ def _trimming(plan: Plan) -> list[str]:
 
 def _sentences(plan: Plan) -> list[str]:
     """What the plan expects, and what that holds for."""
+    return [said_of_plan(plan), *_trimming(plan), held_for(plan)]
+
+
+def held_for(plan: Plan) -> str:
+    """The text that a plan holds for."""
     written, others = "greedily", "at a temperature above 0 fewer drafted tokens are right"
     if plan.temperature:
         written = f"at temperature {plan.temperature:g}"
         others = "other temperatures need plans of their own"
-    return [
-        said_of_plan(plan),
-        *_trimming(plan),
+    return (
         f"It holds for text like that of {_these(plan.prompts)}, written {written}; "
-        f"{others} (headstart plan --temperature).",
-    ]
+        f"{others} (headstart plan --temperature)."
+    )
+
+
+def said_of_unused(source: DrafterSource, target: PreTrainedModel) -> list[str]:
+    """That an artifact has plans, and none for this target on this machine."""
+    from headstart.heads.artifacts.plan import dtype_name, machine, read_plans
+    from headstart.heads.artifacts.source import SourceKind
+
+    plans = read_plans(source.folder) if source.kind is SourceKind.ARTIFACT else []
+    if not plans or source.plans(target):
+        return []
+    here = f"{machine(target)}, {dtype_name(target)}"
+    others = {f"{plan.device}, {plan.dtype}": None for plan in plans}
+    if here in others:
+        said = "plans for other weights, which are not used"
+    else:
+        said = f"plans for {' and '.join(others)}, and none for {here}"
+    return [f"{source} has {said}: it drafts the tree of its training (headstart plan)."]
 
 
 def _these(prompts: int) -> str:
