@@ -102,7 +102,7 @@ def _greedy_sentences(greedy: Greedy) -> list[str]:
         f"{len(apart)} of {counted(greedy.prompts, 'text')} differ from generate's, in "
         f"{greedy.dtype}; {counted(greedy.tokens, 'token')} before that are the same. {near} of "
         "them differ at a near-tie, where the margin is at most twice what plain decoding differs "
-        "from itself in another shape, and no logit of the two runs differs by three times that.",
+        "from itself in another shape, and no logit of the two runs differs by five times that.",
         *map(_explained, apart[:_EXPLAINED]),
         *([f"… and {more} more."] if more > 0 else []),
         f"Plain decoding leaves its own text in {greedy.plain_divergences} of {greedy.prompts} "

@@ -17,7 +17,7 @@ from ..speculator import Speculator
 from .progress import with_progress
 
 _COPIES = 4  # rows of the batch that plain decoding is repeated in
-_FAR = 3  # times the noise: more than rounding sets two runs apart
+_FAR = 5  # times the noise: more than rounding sets two runs apart
 
 
 @dataclass(frozen=True)
