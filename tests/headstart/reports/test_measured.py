@@ -26,8 +26,10 @@ def test_the_table_says_what_was_measured() -> None:
     assert line(text, "one round") == "3.25 ms, of which the loop costs 0.50 ms"
     noisy = table(REPORT | {"loop_overhead_ms": -0.5})
     assert line(noisy, "one round") == "3.25 ms; the loop's cost is lost in noise"
-    assert line(text, "speedup against plain") == "1.50× (1.25–2.00)"
-    assert line(text, "speedup against generate") == "1.75× (1.50–2.25)"
+    assert line(text, "speedup against plain") == "1.50× (prompts 1.25–2.00)"
+    known = REPORT | {"speedup_vs_plain": REPORT["speedup_vs_plain"] | {"low": 1.3, "high": 1.7}}
+    assert line(table(known), "speedup against plain") == "1.50× (95% interval 1.30–1.70)"
+    assert line(text, "speedup against generate") == "1.75× (prompts 1.50–2.25)"
     assert line(text, "plain decoding") == "2.00 ms a token"
     assert line(text, "identical to plain") == "yes"
     assert line(text, "distinct 4-grams") == "75%"
@@ -48,7 +50,7 @@ SAMPLED = {
 
 def test_sampled_text_stands_beside_the_other() -> None:
     text = table(REPORT | {"sampled": SAMPLED})
-    assert line(text, "sampled at temperature 0.6") == "τ 1.50, 1.25× plain (1.00–1.50)"
+    assert line(text, "sampled at temperature 0.6") == "τ 1.50, 1.25× plain (prompts 1.00–1.50)"
     assert line(text, "its text") == "identical to plain"
     assert line(text, "its distinct 4-grams") == "93%"
     said = "where the text repeats itself less: the same text, 1.2 times as fast"

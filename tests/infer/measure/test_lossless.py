@@ -66,7 +66,7 @@ def test_a_wrong_mask_shows_and_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) 
 def test_a_near_tie_is_judged_by_the_noise_of_plain_decoding() -> None:
     assert Divergence(0, 3, margin=0.02, difference=0.03, noise=0.01).near_tie
     assert not Divergence(0, 3, margin=0.03, difference=0.03, noise=0.01).near_tie
-    assert not Divergence(0, 3, margin=0.0, difference=0.04, noise=0.01).near_tie
+    assert not Divergence(0, 3, margin=0.0, difference=0.06, noise=0.01).near_tie
 
 
 def test_a_text_that_ends_elsewhere_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
