@@ -318,7 +318,7 @@ def check_record(path: Path | None) -> None:
         ) from None
 
 
-def check_prompts(path: str | Path) -> None:
+def check_prompts(path: str | Path, what: str = "prompts", holds: str = PROMPTS) -> None:
     """Refuse a file of prompts that is not there, and say what such a file holds."""
     from headstart.train.data.hub import hub_source
     from headstart.train.recipe import Source
@@ -327,7 +327,7 @@ def check_prompts(path: str | Path) -> None:
     path = Path(path).expanduser()
     named = source == "stdlib" or hub_source(Source(source=source)) is not None
     if not named and not path.exists() and not glob.has_magic(source):
-        raise UsageError(f"no prompts at {path}: no such file or folder; expected {PROMPTS}")
+        raise UsageError(f"no {what} at {path}: no such file or folder; expected {holds}")
     if (held_out := path / "corpus" / "held_out.jsonl").is_file():
         raise UsageError(
             f"{path} is the folder of a run; expected its held-out prompts, {held_out}"

@@ -128,10 +128,13 @@ def read_matrix(path: Path | None, given: dict[str, Any]) -> Matrix:
 
     Raises:
         RecipeError: a file that is not YAML, an unknown key, a value of another kind or range.
+        UsageError: a folder, or no prompts.
     """
     from headstart.train.recipe.files import read_yaml
     from headstart.train.recipe.loading import parse_section
 
+    if path is not None and path.is_dir():
+        raise UsageError(f"{path} is a folder; expected a YAML file (a drafter follows --drafter)")
     data: Any = {} if path is None else read_yaml(path.read_bytes(), str(path))
     whole = "headstart bench" if path is None else str(path)
     if isinstance(data, dict):

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from headstart.inputs import check_name
+from headstart.inputs import check_name, check_prompts
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what was measured; the status is 1 where the drafter stays as it is."""
     check_name(options.drafter)
+    check_prompts(options.traffic, "traffic", _TRAFFIC)
     if options.target is not None:
         check_name(options.target, "model")
     with quiet_stdout():

@@ -58,9 +58,11 @@ def run(options: argparse.Namespace) -> int:
     with quiet_stdout():
         source = options.drafter = DrafterSource(options.drafter)
         if source.kind is not SourceKind.ARTIFACT:
+            other = "compare trees with headstart bench"
+            if source.kind is SourceKind.CHECKPOINT:
+                other = "make one of a checkpoint with headstart convert"
             raise UsageError(
-                f"--drafter {source} is no artifact, and the plan is written into one; make one of "
-                "a checkpoint with headstart convert"
+                f"--drafter {source} is no artifact, and the plan is written into one; {other}"
             )
     if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")

@@ -46,6 +46,11 @@ def run(options: argparse.Namespace) -> int:
     """Run one recipe or all; the status is 1 where a family of `--drafter all` failed."""
     from headstart.train.recipe import load_recipe
 
+    if named := [word for word in options.overrides if "=" not in word]:
+        raise UsageError(
+            f"unknown argument {named[0]!r}; expected settings of the form a.b=value, and a family "
+            "as --drafter NAME"
+        )
     if options.drafter is not None:
         if options.drafter == _ALL:
             return _compare(options)

@@ -599,7 +599,7 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["train", "--drafter", "eagle3"], "(give the setting 'drafter.family=…')"),
         (["generate", "--promt", SECRET], "no option --promt (did you mean '--prompt'?)"),
         (["bench", "--promts", "x.txt"], "no option --promts (did you mean '--prompts'?)"),
-        (["quickstart", "loose"], "override 'loose'"),
+        (["quickstart", "loose"], "unknown argument 'loose'"),
         (["quickstart", "train.max_stps=3"], "did you mean 'max_steps'"),
         (["quickstart", "--recipe", "quickstrat"], "did you mean 'quickstart'"),
         (["train"], "RECIPE"),
@@ -651,6 +651,13 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["check", "own-model", "corpus.source=x.txt"], "ORG/MODEL stands for a model of yours"),
         (["generate", "--target", "ORG/MODEL", "--prompt", "x"], "ORG/MODEL stands for a model"),
         (["bench", "--target", "t"], "--prompts"),
+        (["bench", "run"], "run is a folder; expected a YAML file (a drafter follows --drafter)"),
+        (["plan", "--drafter", "lookup", "--prompts", "ok.txt"], "compare trees with headstart be"),
+        (
+            ["adapt", "--drafter", "t", "--traffic", "no"],
+            "no traffic at no: no such file or folder",
+        ),
+        (["quickstart", "eagle3"], "unknown argument 'eagle3'; expected settings of the form"),
         (["bench", "--target", "t", "--prompts", "none.txt"], "no such file or folder; exp"),
         (["plan", "--drafter", "t", "--prompts", "none.jsonl"], "no such file or folder; exp"),
         (
@@ -679,6 +686,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "ok.txt").write_text("a\nb\n")
     (tmp_path / "run" / "corpus").mkdir(parents=True)
     (tmp_path / "run" / "corpus" / "held_out.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
