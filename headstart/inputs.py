@@ -154,7 +154,7 @@ def load_speculator(options: argparse.Namespace, early: Early | None = None) -> 
         tell([f"Loading {blank(str(options.target))}"])
     with quiet_stdout():
         import headstart
-        from headstart.heads.core import use_physical_cores
+        from headstart.heads.core import said_of_busy_cores, use_physical_cores
 
         use_physical_cores()
         given |= placing if placed else _placing(options)
@@ -165,7 +165,10 @@ def load_speculator(options: argparse.Namespace, early: Early | None = None) -> 
             if early is not None:
                 given["tokenizer"], context = _tokenizer_and_context(options.target, trust)
                 early(given["tokenizer"], context)
-            return headstart.load(options.target, drafters, **given)
+            made = headstart.load(options.target, drafters, **given)
+            if made.device.type == "cpu" and (busy := said_of_busy_cores()):
+                tell([busy])
+            return made
         except OSError as error:  # transformers' message may not even name the model
             raise UsageError(
                 f"--target {options.target} cannot be loaded; expected a folder or the name of a "

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+_BUSY = 1.5  # load for each core, above what a program that ran just before leaves
+_WAITS = "OMP_WAIT_POLICY"
 _ASKED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -26,6 +28,20 @@ def use_physical_cores() -> int:
     if not any(os.environ.get(name) for name in _ASKED):
         torch.set_num_threads(min(torch.get_num_threads(), physical_cores()))
     return torch.get_num_threads()
+
+
+def said_of_busy_cores() -> str:
+    """What helps where other programs use the cores as well; empty where they do not.
+
+    Threads that wait for each other then keep cores from those that they wait for.
+    """
+    load, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
+    if torch.get_num_threads() == 1 or os.environ.get(_WAITS) or load <= _BUSY * cores:
+        return ""
+    return (
+        f"Other programs keep the cores busy (a load of {load:.0f} on {cores}), where decoding is "
+        f"several times as fast with {_WAITS}=passive in the environment."
+    )
 
 
 def openmp_library() -> str | None:

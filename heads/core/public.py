@@ -18,7 +18,13 @@ from .features import (
 )
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers, has_kernels_for
-from .machine import has_bfloat16, physical_cores, release_threads, use_physical_cores
+from .machine import (
+    has_bfloat16,
+    physical_cores,
+    release_threads,
+    said_of_busy_cores,
+    use_physical_cores,
+)
 from .masks import AttentionWindows, tree_mask
 from .noise import Stream, gumbel, place, row_seeds, uniform
 from .offload import (

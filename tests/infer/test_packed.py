@@ -24,6 +24,7 @@ from headstart.heads.core import (
     PackedLinear,
     Packing,
     packing,
+    said_of_busy_cores,
     use_physical_cores,
 )
 from headstart.heads.core.cpu_compile import kernels
@@ -478,6 +479,22 @@ def test_a_faster_type_is_named_and_not_taken(
         model = headstart.load(name, tokenizer=letters(), **options).model
         assert model.dtype == getattr(torch, options.get("dtype", "float32"))
         assert ("--dtype bfloat16" in caplog.text) == said
+
+
+def test_it_is_said_what_helps_where_others_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("psutil.getloadavg", lambda: (7.0, 0.0, 0.0))
+    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert "(a load of 7 on 4)" in said_of_busy_cores()
+    for change in (
+        lambda own: own.setattr(torch, "get_num_threads", lambda: 1),
+        lambda own: own.setenv("OMP_WAIT_POLICY", "passive"),
+        lambda own: own.setattr("psutil.getloadavg", lambda: (5.0, 0.0, 0.0)),
+    ):
+        with monkeypatch.context() as own:
+            change(own)
+            assert not said_of_busy_cores()
 
 
 def test_threads_are_physical_cores_unless_the_environment_says_otherwise(
