@@ -14,7 +14,7 @@ from .core import OptionError
 from .draft_model import DraftModel
 from .drafter import Step, last_true
 from .parts.cached_layers import DraftCache
-from .parts.student import KEPT, load_student, whole_state
+from .parts.student import load_student, whole_state
 from .parts.translation import PIECES, TABLES, TRANSLATION, Translation
 
 _STRETCH, _MORE = 2, 64
@@ -35,10 +35,8 @@ class TranslatedDraftModel(DraftModel):
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
         """Load the model, and the translation that is saved beside it."""
-        model, report, beside = load_student(name, args, options, [KEPT, *TRANSLATION])
+        model, report, beside = load_student(name, args, options, TRANSLATION)
         drafter = cls.of(model)
-        if KEPT in beside:
-            drafter.keep_tokens(beside[KEPT])
         if beside.keys() >= {*TRANSLATION}:
             drafter.translate(Translation(*(beside[name] for name in TRANSLATION)))
         return (drafter, *report) if report else drafter

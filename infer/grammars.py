@@ -200,7 +200,7 @@ class GrammarForm(Form):
 
     def forced(self, text: np.ndarray) -> int:
         written, before = self._of_form(text)
-        if self._ended(text) or before or written is None or self._mask(written.tolist()) is None:
+        if self._ended(text) or before or written is None or not self._goes_on(written.tolist()):
             return -1
         if forced := self._matcher.compute_ff_tokens():
             return forced[0]

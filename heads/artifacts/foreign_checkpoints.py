@@ -258,10 +258,9 @@ def _translate(
     own: Any,
 ) -> None:
     """Let a draft model with a tokenizer of its own draft the tokens that the target has, too."""
-    kept = drafter.model.draft_vocabulary.tolist() if drafter.trimmed else None
-    known = kept or range(drafter.whole_output.weight.shape[0])
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    drafter.translate(Translation.between(expected, own, vocabulary, known))
+    outputs = drafter.whole_output.weight.shape[0]
+    drafter.translate(Translation.between(expected, own, vocabulary, outputs))
     count = len(drafter.draft_vocabulary)
     logger.warning(
         f"{source} has another tokenizer than the target: it drafts the {count:,} of the target's "

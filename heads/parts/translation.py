@@ -10,7 +10,6 @@ token, each as the draft model's tokens of the same bytes, so no text is tokeniz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -52,15 +51,14 @@ class Translation(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     @classmethod
-    def between(cls, target: Any, own: Any, vocabulary: int, known: Sequence[int]) -> Self:
+    def between(cls, target: Any, own: Any, vocabulary: int, outputs: int) -> Self:
         """The translation between two tokenizers of transformers.
 
         Args:
             target, own: the target's and the draft model's.
-            vocabulary: V, of the target.
-            known: the tokens that the draft model may propose.
+            vocabulary, outputs: how many tokens the target and the draft model have logits for.
         """
-        theirs, mine = _Vocabulary(target, range(vocabulary)), _Vocabulary(own, known)
+        theirs, mine = _Vocabulary(target, vocabulary), _Vocabulary(own, outputs)
         pairs = {
             theirs.of_bytes[text]: token
             for text, token in mine.of_bytes.items()
@@ -114,7 +112,7 @@ class Translation(nn.Module):
 
 
 class _Vocabulary:
-    """A tokenizer's tokens by their bytes.
+    """A tokenizer's tokens by their bytes, those with an id below `count`.
 
     Attributes:
         spelt: the bytes of all tokens.
@@ -122,13 +120,13 @@ class _Vocabulary:
         special: special tokens by their bytes.
     """
 
-    def __init__(self, tokenizer: Any, known: Sequence[int]):
-        self.tokenizer, possible = tokenizer, {*tokenizer.get_vocab().values()}
-        self.known = [token for token in known if token in possible]
-        self.spelt = dict(zip(self.known, spell(tokenizer, self.known), strict=True))
+    def __init__(self, tokenizer: Any, count: int):
+        self.tokenizer = tokenizer
+        known = sorted({token for token in tokenizer.get_vocab().values() if token < count})
+        self.spelt = dict(zip(known, spell(tokenizer, known), strict=True))
         added, special = tokenizer.added_tokens_decoder, {*tokenizer.all_special_ids}
         special |= {token for token, entry in added.items() if entry.special}
-        self.special = {self.spelt[token]: token for token in self.known if token in special}
+        self.special = {self.spelt[token]: token for token in known if token in special}
         # Of tokens with the same bytes, the last: bytes stand before characters of one byte.
         self.of_bytes = {
             text: token for token, text in self.spelt.items() if token not in special and text

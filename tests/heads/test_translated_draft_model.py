@@ -116,7 +116,7 @@ def asked(made: Any, *texts: str) -> dict[str, Any]:
 def test_what_is_read_of_the_targets_tokens() -> None:
     theirs: Any = tokenizer(special=("<s>", "<end>"))
     own = tokenizer([*PAIRS[:2], *PAIRS[4:5]], 5, ("<bos>", "</s>"))
-    found = Translation.between(theirs, own, len(theirs) + 3, range(len(own)))
+    found = Translation.between(theirs, own, len(theirs) + 3, len(own))
     for name, token in zip(found.names.tolist(), found.ids.tolist(), strict=True):
         text = theirs.convert_ids_to_tokens(name)
         assert own.convert_ids_to_tokens(token) == {"<s>": "<bos>", "<end>": "</s>"}.get(text, text)
@@ -132,13 +132,13 @@ def test_what_is_read_of_the_targets_tokens() -> None:
     )
     cut, count = found.read(ids, torch.tensor([2]), 3)  # two tokens of four pieces
     assert cut.tolist() == pieces[:, :3].tolist() and count.tolist() == [3]
-    other = Translation.between(tokenizer(special=("<a>", "<b>", "<c>")[:2]), own, 300, range(100))
+    other = Translation.between(tokenizer(special=("<a>", "<b>", "<c>")[:2]), own, 300, 100)
     assert set(other.ids.tolist()) <= set(range(100))
 
 
 def test_a_prompt_begins_as_the_draft_models_texts_do() -> None:
     theirs, own = tokenizer(), tokenizer(turn=5, begins=True)
-    found = Translation.between(theirs, own, len(theirs), range(len(own)))
+    found = Translation.between(theirs, own, len(theirs), len(own))
     ids = torch.tensor([theirs.encode("abc"), [theirs.bos_token_id, *theirs.encode("ab")]])
     read, count = found.read_prompt(ids, torch.tensor([2, 3]), 9)
     assert own.batch_decode(read) == ["<s>ab", "<s>ab"] and count.tolist() == [3, 3]
@@ -272,5 +272,5 @@ def test_tokenizers_that_share_nothing_are_refused() -> None:
     own = tokenizer(turn=3)
     drafter = TranslatedDraftModel.of(llama(len(own)))
     with pytest.raises(OptionError, match="no token in common") as caught:
-        drafter.translate(Translation.between(tokenizer(), own, 265, []))
+        drafter.translate(Translation.between(tokenizer(), own, 265, 0))
     one_line(caught.value)
