@@ -83,6 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ]
         times = {each: [runs[each].per_token for runs in done] for each in ways}
         ratio = compare(times[against], times[way])
+        assert ratio is not None, "no text has a second token"
         return {
             "way": way, "against": against, "ms": statistics.median(times[way]),
             "other ms": statistics.median(times[against]), "tau": fast.stats.tau,

@@ -77,7 +77,7 @@ def test_against_agrees_with_a_separate_timing(
     times = timed_by_hand([row["prompt"] for row in rows], 48)
     for way in ("generate", "lookup"):
         inside, separate = report[f"speedup_vs_{way}"], compare(times[way], times["ours"])
-        assert separate.low is not None and separate.high is not None
+        assert separate is not None and separate.low is not None and separate.high is not None
         print(way, inside, separate)
         assert inside["low"] <= separate.high and separate.low <= inside["high"]
         assert not inside["low"] <= 1.5 * separate.high or not 1.5 * separate.low <= inside["high"]

@@ -1,5 +1,7 @@
 """The bytes of tokens, of byte-level tokenizers and of those like SentencePiece's."""
 
+from typing import Any
+
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -8,7 +10,7 @@ from tests.support.chats import chat_tokenizer
 
 
 def test_byte_level_tokens() -> None:
-    tokenizer = chat_tokenizer(None)
+    tokenizer: Any = chat_tokenizer(None)
     ids = tokenizer.encode("\n\n a é", add_special_tokens=False)
     end = tokenizer.eos_token_id
     assert spell(tokenizer, [*ids, end]) == [b"\n\n", b" a", b" ", b"\xc3", b"\xa9", b"</s>"]
