@@ -27,8 +27,11 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = 256  # texts after which the allowed tokens are kept, V / 8 bytes each
 
-SPACE = r"( |\n{1,2}[ \t]{0,40})?"
-"""The space between two tokens of JSON. Without a bound, small models write nothing else."""
+JSON: dict[str, Any] = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,40})?", "lenient": True}
+"""How `llguidance` reads JSON schemas. Between two tokens stands some space; without a bound, small
+models write nothing else. It says what it does not heed, of which `_HARMLESS` is accepted."""
+
+_HARMLESS = "Unknown format"  # which JSON schema means as a note
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Grammar:
             schema: an object, or its JSON text.
 
         Raises:
-            OptionError: it is no schema, or has keywords that `llguidance` does not know.
+            OptionError: it is no schema, or has keywords that `llguidance` does not know. A
+                `format` that it does not know is a note to readers, as JSON schema has it.
         """
         name = "the JSON schema"
         try:
@@ -68,7 +72,7 @@ class Grammar:
             raise OptionError(f"{name} is no JSON: {_said(error)}; correct it.") from error
         if not isinstance(found, dict):
             raise OptionError(f"{name} is {text[:40]}; expected an object.")
-        return cls._read(name, "grammar_from_json_schema", text, {"whitespace_pattern": SPACE})
+        return cls._read(name, "grammar_from_json_schema", text, JSON)
 
     @classmethod
     def json_object(cls) -> Self:
@@ -113,7 +117,9 @@ class Grammar:
         matcher = _library().LLMatcher
         source = getattr(matcher, reader)(*given)
         failed, said = matcher.validate_grammar_with_warnings(source)
-        if failed:
+        if JSON in given:
+            said = [each for each in said if failed or not each.startswith(_HARMLESS)]
+        if said and (failed or JSON in given):
             raise OptionError(f"{name} cannot be used: {_said(said[0])}; correct it.")
         return cls(source)
 
@@ -272,6 +278,8 @@ def _library() -> Any:
 def _said(error: Exception | str) -> str:
     """What an error of `llguidance` says, without the grammar and the state that it repeats."""
     lines = str(error).splitlines() or [""]
+    if lines[0].startswith("oneOf"):  # whose advice is an option of the library
+        return "members of oneOf that may hold together are not supported, those of anyOf are"
     reasons = (line for line in lines if line.startswith("error: "))
     return brief(next(reasons, lines[0]).removeprefix("error: ")).rstrip(".")
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.cli.serving.utils import get_response_template
 
 from headstart.infer import Grammar
-from headstart.infer.grammars import SPACE
+from headstart.infer.grammars import JSON
 
 from .shapes import shown, wrong
 
@@ -65,7 +65,7 @@ def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
             Grammar.json_schema(schema)
         except ValueError as error:
             raise ValueError(f"the parameters of {shown(name)}: {error}") from error
-        found.append((name, schema | {"x-guidance": {"whitespace_pattern": SPACE}}))
+        found.append((name, schema | {"x-guidance": JSON}))
     if choice == "required":
         wanted = found
     else:

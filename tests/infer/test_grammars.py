@@ -31,6 +31,7 @@ NEW = 120
 GRAMMARS = {
     "schema": lambda: Grammar.json_schema(SCHEMA),
     "regex": lambda: Grammar.regex("[0-9]{3}-(ab)+!"),
+    "noted": lambda: Grammar.json_schema({"type": "string", "format": "path", "maxLength": 3}),
     "choice": lambda: Grammar.choice(['a "word"\n', "a worm", "ünder"]),
     "lark": lambda: Grammar.lark('start: "(" start ")" | /[x-z]{2}/'),
 }
@@ -69,6 +70,8 @@ def fits(name: str, text: str) -> bool:
             and len(found["tags"]) <= 2
             and {*found["tags"]} <= {"red", "green"}
         )
+    if name == "noted":
+        return len(json.loads(text)) <= 3
     if name == "choice":
         return text in ('a "word"\n', "a worm", "ünder")
     pattern = {"regex": "[0-9]{3}-(ab)+!", "lark": r"\(*[x-z]{2}\)*"}[name]
@@ -203,6 +206,12 @@ def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) ->
         (lambda: Grammar.regex("(?=a)b"), "look-around"),
         (lambda: Grammar.json_schema({"type": "objec"}), "JSON schema cannot be used: Invalid typ"),
         (lambda: Grammar.json_schema({"uniqueItems": True}), "Unimplemented keys"),
+        (
+            lambda: Grammar.json_schema(
+                {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
+            ),
+            "members of oneOf that may hold together are not supported",
+        ),
         (lambda: Grammar.json_schema("{"), "JSON schema is no JSON"),
         (lambda: Grammar.json_schema({1, 2}), "JSON schema is no JSON"),  # type: ignore[arg-type]
         (lambda: Grammar.json_schema("[1]"), r"JSON schema is \[1\]; expected an object"),
