@@ -583,7 +583,7 @@ def test_a_checkpoint_of_others(hub: Hub, machine: Machine, run: Path, tmp_path:
     command, plain = generate(run, theirs), generate(run, PLACE)[:3] + generate(run, PLACE)[5:]
     refused, alone = machine(command, [*command[:1], *command[3:]])
     assert refused[0] == alone[0] == 2
-    assert "--allow-pickle" in refused[2].splitlines()[-1] and "make faster with --target" in alone[2]
+    assert "--allow-pickle" in refused[2].splitlines()[-1] and "faster with --target" in alone[2]
     assert not any(request.path.endswith(".pt") for request in hub.requests)
 
     target = ["--target", str(run / "target")]
