@@ -27,7 +27,7 @@ TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
         "tool_calls": CALLS,
         "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
     },
