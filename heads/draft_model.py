@@ -183,10 +183,14 @@ class DraftModel(TrainableDrafter):
         if self._lora is not None and self._lora.attached:
             options = {"state_dict": self._lora.merged_state(), **options}
         if self._whole_output:
-            options = {"state_dict": whole_state(self.model, *self._whole_output), **options}
+            options = {"state_dict": self._whole_state(), **options}
         self.model.save_pretrained(folder, **{"max_shard_size": "1TB", **options})
         # transformers derives the same from the config.
         (Path(folder) / "generation_config.json").unlink(missing_ok=True)
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """What is saved of a student whose output layer has lost rows."""
+        return whole_state(self.model, self.whole_output)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Take a state dict of the drafter, or one of the student as it is saved.

@@ -14,7 +14,7 @@ from .core import OptionError
 from .draft_model import DraftModel
 from .drafter import Step, last_true
 from .parts.cached_layers import DraftCache
-from .parts.student import load_student, whole_state
+from .parts.student import load_student
 from .parts.translation import PIECES, TABLES, TRANSLATION, Translation
 
 _STRETCH, _MORE = 2, 64
@@ -55,12 +55,10 @@ class TranslatedDraftModel(DraftModel):
         self._put_rows(translation.ids.long())
         self.translation = translation
 
-    def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the whole model, and the translation beside it."""
+    def _whole_state(self) -> dict[str, Tensor]:
+        """The whole model, and the translation beside it."""
         tables = (getattr(self.translation, table) for table in TABLES)
-        state = whole_state(self.model, self.whole_output)
-        state |= dict(zip(TRANSLATION, tables, strict=True))
-        super().save_pretrained(folder, state_dict=state, **options)
+        return super()._whole_state() | dict(zip(TRANSLATION, tables, strict=True))
 
     @property
     def draft_vocabulary(self) -> Tensor:

@@ -189,8 +189,7 @@ class GrammarForm(Form):
     def again(self) -> Self:
         """The same form, for another row."""
         found = copy.copy(self)
-        found._fresh, found._matcher = self._fresh.deep_copy(), self._fresh.deep_copy()
-        found._read, found._known = [], {}
+        found._matcher, found._read, found._known = self._fresh.deep_copy(), [], {}
         return found
 
     def allow(self, text: np.ndarray, bits: np.ndarray) -> bool:

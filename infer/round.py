@@ -79,8 +79,8 @@ def run_round(
     group = check or request.drafters
     if group.members and (forms := request.sampling.forms) is not None:
         group = MaskedProposals(group.members, forms, request.texts())
-    grown = proposer(group), request.states, request.committed, request.children
-    tree = request.policy.grow(*grown)
+    drafter = proposer(group)
+    tree = request.policy.grow(drafter, request.states, request.committed, request.children)
     logits, features = request.target.verify(tree, request.lengths, longest, even)
     return accept_and_commit(request, tree, logits, features, check)
 

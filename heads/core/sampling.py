@@ -144,8 +144,8 @@ class Sampling:
     @property
     def forms(self) -> FormsByRow | None:
         """The forms that texts shall have, where a row has one."""
-        kinds = (item for item in self.processors or () if isinstance(item, FormsByRow))
-        return next((item for item in kinds if any(item.forms)), None)
+        found = (item for item in self.processors or () if isinstance(item, FormsByRow))
+        return next((item for item in found if any(item.forms)), None)
 
     @cached_property
     def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:

@@ -23,10 +23,8 @@ class Report:
     def __init__(self, place: str | Path, height: int = 720):
         path = Path(place)
         if path.is_dir():  # that of a training is with the drafter, in the run's `heads`
-            in_heads = path / "heads" / REPORT
-            path = (
-                in_heads if in_heads.is_file() and not (path / REPORT).is_file() else path / REPORT
-            )
+            places = path / REPORT, path / "heads" / REPORT
+            path = next(filter(Path.is_file, places), places[0])
         self.path, self.height = path, height
         if not self.path.is_file():
             raise OptionError(

@@ -1,7 +1,6 @@
 """Draft models with tokenizers of their own."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.support.families import TREES
 from tests.support.scripted import decoding_of
 from tests.support.syncs import run_rounds
 from tests.support.tiny import one_line
+from tests.support.together import decode_together
 
 PAIRS = [
     ("h", "e"),
@@ -195,9 +195,7 @@ def test_a_batcher_decodes_them_together(places: tuple[Path, Path]) -> None:
     for number, request in enumerate(requests):
         request |= {"max_new_tokens": 20 + 7 * number, "do_sample": False}
     expected = [made.generate(**request) for request in requests]
-    batcher = Batcher(made, rows=2)
-    with ThreadPoolExecutor(len(requests)) as pool:
-        found = [*pool.map(lambda request: batcher.generate(**request), requests)]
+    found = decode_together(Batcher(made, rows=2), requests)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 

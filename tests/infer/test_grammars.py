@@ -14,6 +14,7 @@ from headstart.infer import Batcher, Grammar, Speculator
 from headstart.infer.grammars import GrammarForm, GrammarTokens
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
+from tests.support.together import decode_together
 
 pytest.importorskip("llguidance")
 
@@ -129,9 +130,7 @@ def test_a_batcher_decodes_them_beside_others(
             options["grammar"] = GRAMMARS[name]()
         requests.append(options)
     expected = [speculator.generate(**options) for options in requests]
-    batcher = Batcher(speculator, rows=4)
-    with ThreadPoolExecutor(len(requests)) as pool:
-        found = [*pool.map(lambda options: batcher.generate(**options), requests)]
+    found = decode_together(Batcher(speculator, rows=4), requests)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
