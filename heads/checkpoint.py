@@ -59,6 +59,9 @@ class StoredDrafter(PreTrainedModel):
     in_target: ClassVar[bool] = False
     """Whether the family's name alone loads the drafter that a target's own files hold, if any."""
 
+    after_name: ClassVar[str | None] = None
+    """What a number after that name and a colon sets of `of_target`, if it may follow."""
+
     @classmethod
     def of_target(cls, target: PreTrainedModel) -> Self:
         """The drafter that the family's name alone stands for; not bound yet.

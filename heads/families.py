@@ -43,6 +43,7 @@ _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 _PARALLEL = {"layers": 1, "depths": 3}
 
 _BLOCK = {"layers": 1, "depths": 4}
+_EXIT = "early_exit"
 _MLP, _STAGES = "mlp_speculator", {"heads": 3, "inner_dim": 24}
 
 _FAMILIES = (
@@ -50,6 +51,7 @@ _FAMILIES = (
     Family("draft_model", "draft_model:DraftModel", "", {"layers": 1}, {"layers": 1}),
     Family("eagle", "eagle:Eagle", "eagle:EagleFields"),
     Family("eagle3", "eagle3:Eagle3", "eagle:Eagle3Fields", _DEPTHS, _TRIMMED),
+    Family(_EXIT, f"{_EXIT}:EarlyExit", f"{_EXIT}:EarlyExitFields", {}, _TRIMMED),
     Family("hydra", "hydra:Hydra", "hydra:HydraFields", _HYDRA, _PREFIX),
     Family("lookup", "lookup:Lookup", "lookup:LookupFields"),
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import ArtifactError
 from ..declared.adapter import ADAPTER_WEIGHTS
@@ -30,12 +30,14 @@ from .plan import Plan, find_plans
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..drafter import Drafter
+
 
 class SourceKind(StrEnum):
     """What a drafter's name stands for."""
 
     WEIGHTLESS = "weightless"  # a family without weights, by its own name, such as `lookup`
-    IN_TARGET = "in its target's files"  # by the family's own name, `mtp`
+    IN_TARGET = "in its target's files"  # by the family's own name, `mtp` or `early_exit`
     ARTIFACT = "artifact"  # what headstart saved
     CHECKPOINT = "checkpoint"  # another trainer's drafter, or a language model
 
@@ -49,7 +51,8 @@ class DrafterSource:
 
     Args:
         name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, or a family that its name
-            alone loads: one without weights, or `mtp`.
+            alone loads: one without weights, `mtp`, or `early_exit`, perhaps with the number of
+            layers (`early_exit:8`).
         allow_pickle: whether weights may be read from a pickle where there are no safetensors;
             tensors alone are unpickled.
     """
@@ -106,11 +109,8 @@ class DrafterSource:
     @cached_property
     def kind(self) -> SourceKind:
         """What the name stands for."""
-        if self._local is None and self.name in FAMILIES:
-            if family(self.name).weightless:
-                return SourceKind.WEIGHTLESS
-            if family(self.name).in_target:
-                return SourceKind.IN_TARGET
+        if (alone := self._alone) is not None:
+            return SourceKind.WEIGHTLESS if alone[0].weightless else SourceKind.IN_TARGET
         config = self.folder / CONFIG
         if (self.folder / MANIFEST).is_file() or not config.is_file():
             return SourceKind.ARTIFACT  # perhaps a damaged one
@@ -158,6 +158,32 @@ class DrafterSource:
         """The rank paths that an artifact was measured with; None where there are none."""
         known = self.kind is SourceKind.ARTIFACT and (self.folder / TREE).is_file()
         return read_json(self.folder / TREE) if known else None
+
+    def of_target(self, target: PreTrainedModel) -> Drafter:
+        """The drafter of a family that its name alone loads; not bound yet.
+
+        Raises:
+            OptionError: the target has none.
+        """
+        assert self._alone is not None, self.kind
+        kind, options = self._alone
+        return kind.of_target(target, **options)
+
+    @cached_property
+    def _alone(self) -> tuple[Any, dict[str, int]] | None:
+        """The family that the name alone loads, and what a number after its name sets."""
+        name, colon, number = self.name.partition(":")
+        if self._local is not None or name not in FAMILIES:
+            return None
+        kind = family(name)
+        if not (kind.weightless or kind.in_target) or (colon and kind.after_name is None):
+            return None
+        if colon and not (number.isdecimal() and int(number)):
+            raise ArtifactError(
+                f"{self.name!r} names no drafter: expected {name}, or {name}:N with the number N "
+                f"of its {kind.after_name}, such as {name}:4."
+            )
+        return kind, {str(kind.after_name): int(number)} if colon else {}
 
     def plans(self, target: PreTrainedModel, compiled: bool = False) -> list[Plan]:
         """An artifact's plans for a target's device and dtype; see `find_plans`."""

@@ -228,7 +228,7 @@ class Packing:
                 self._copies[id(layer)] = packed
         self._copies.update((id(each), each) for each in _shared(model))
         made = copy.deepcopy(model, self._copies)
-        _mark(made)
+        mark_packed(made)
         use_huge_pages(_by_kernels(made))
         return made
 
@@ -261,7 +261,7 @@ class Packing:
         for weight in model.parameters():
             if type(weight) is nn.Parameter and weight.is_cpu:
                 weight.data = in_huge_pages(weight.data)
-        _mark(model)
+        mark_packed(model)
         _return_memory()
         use_huge_pages(_by_kernels(model))
 
@@ -351,7 +351,8 @@ def _seconds(layers: Sequence[nn.Linear], states: Sequence[Tensor]) -> list[floa
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def _mark(model: nn.Module) -> None:
+def mark_packed(model: nn.Module) -> None:
+    """Note that a model runs packed, see `runs_packed`."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             setattr(part, _MARK, True)

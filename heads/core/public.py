@@ -44,6 +44,7 @@ from .packing import (
     Packing,
     copy_fits,
     layers_run_by,
+    mark_packed,
     packing_pays,
     runs_by_kernels,
     runs_packed,

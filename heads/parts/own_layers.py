@@ -50,7 +50,7 @@ _WRITES = {
 _NOT_LLAMA = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Of rotary positions: what `Layer` names by itself, and what layers of Llama do not have."""
 
-_LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
+_LAST_NORMS = {"norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f", "embedding_norm"}
 """Names in transformers of the norm after all layers."""
 
 _NUMBERS = {"attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers"}

@@ -36,7 +36,8 @@ def test_what_is_particular_is_declared() -> None:
     assert those("weightless") == {"lookup", "recycling"}
     assert those("observes") == {"recycling"}
     assert those("collects") == {"retrieval"}
-    assert those("in_target") == {"mtp"}
+    assert those("in_target") == {"mtp", "early_exit"}
+    assert those("after_name") == {"early_exit"}
     language_models = {"draft_model", "pard"}
     assert those("saved_as_language_model") == those("writes_text") == language_models
     assert those("independent") == {"medusa", "medusa2", "pard"}

@@ -84,7 +84,7 @@ def own_drafter(name: str) -> Any:
     return families.moved(name, "tiny").eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "early_exit"])
 def test_every_family_decodes_as_with_the_whole_target(llama: Any, name: str) -> None:
     tree, found = families.TREES[FAMILIES.index(name) % len(families.TREES)], []
     for model in (tiny("llama"), llama):
@@ -93,6 +93,13 @@ def test_every_family_decodes_as_with_the_whole_target(llama: Any, name: str) ->
         found.append((texts, speculator.stats.tau))
     assert found[0] == found[1]
     assert found[1][0][0] == written(tiny("llama"), **GREEDY)
+
+
+def test_an_early_exit_is_refused(llama: Any) -> None:
+    """It would run the target's layers in one process alone."""
+    with pytest.raises(OptionError, match="without tensor_parallel, or use another") as caught:
+        own_drafter("early_exit").bind(llama)
+    one_line(caught.value)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])

@@ -52,6 +52,10 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
         [{}, {"norm_before_fc": True}, {"fc_norm": True, "feature_layers": [1, 2]},
          {"mask_token_id": 3}, {"embedding": "own"}],
     ],
+    "early_exit": [
+        [OUTPUTS[0], OUTPUTS[2]],
+        [{"layer": None}, *({"layer": LAYER | each, "exit_layer": 2} for each in LAYERS)],
+    ],
     "dflash": [
         [{"layer": LAYER | {"qk_norm": True} | each, "layers": each.get("num_hidden_layers", 1)}
          for each in LAYERS],

@@ -1,0 +1,203 @@
+"""Early exit: the target's own first layers draft, and the whole target verifies.
+
+The first E layers run over drafted tokens in a cache of their own, with the target's weights. With
+its name alone (`early_exit`) the target's last norm and output layer read what they leave
+(LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710), as with `assistant_early_exit` of transformers:
+this needs a target that was trained for it. For any other one a drafter is trained that reads the
+exit by K decoder layers, a norm and, where it is trimmed, an output layer of its own (Kangaroo, Liu
+et al. 2024, arXiv 2404.18911):
+
+    token x_t+1 -> layers 0 … E-1 of the target -> h_t+1 -> own layers -> norm -> predicts x_t+2
+
+The hidden states of a text's own tokens are the target's features, so training runs its own layers
+alone, once over the text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from .core import OptionError, decoder_layers
+from .declared.early_exit import EarlyExitFields
+from .drafter import DrafterConfig, Step, last_true
+from .parts.cached_layers import CachedLayers, DraftCache
+from .parts.first_layers import FirstLayers
+from .parts.own_layers import llama_like, norm_scale, own_layers, silence, unit_scale_init
+from .parts.recompute import compute_again
+from .parts.vocabulary import TrimmedVocabulary
+from .trainable import DraftLogits
+
+_SHARE, _SHARE_ALONE = 16, 4
+"""By default the exit is after a 16th of the target's layers, as Kangaroo's after 2 of 32; with no
+layer of its own after a quarter, as LayerSkip's after 8 of 32."""
+
+
+@strict
+class EarlyExitConfig(EarlyExitFields, DrafterConfig):
+    """See `EarlyExitFields`."""
+
+    model_type = "headstart_early_exit"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        config = super().for_target(target, **options)
+        config.exit_layer = exit_of(target, config.exit_layer, _SHARE)
+        config.feature_layers = [config.exit_layer]
+        config.layer = config.own_layer(llama_like(target), num_hidden_layers=config.layers)
+        return config
+
+
+def exit_of(target: PreTrainedModel, wanted: int, share: int) -> int:
+    """E: the layers of a target that are wanted, or one in `share` of them where that is 0.
+
+    Raises:
+        OptionError: the target has no layer after them.
+    """
+    count = len(decoder_layers(target))
+    if wanted >= count:
+        raise OptionError(
+            f"drafter.exit_layer is {wanted}; the target has {count} layers: expected "
+            f"1 … {count - 1}."
+        )
+    return wanted or max(1, count // share)
+
+
+class OwnCache(DraftCache):
+    """That of the drafter's own layers."""
+
+
+@dataclass
+class EarlyExitState:
+    """The caches of a request."""
+
+    first: DraftCache  # of the target's first layers
+    own: OwnCache | None  # of the drafter's own
+
+
+class EarlyExit(TrimmedVocabulary):
+    """The target's first layers, and those of its own that read what they leave."""
+
+    config_class = EarlyExitConfig
+    config: EarlyExitConfig
+    in_target, after_name = True, "exit_layer"
+
+    def __init__(self, config: EarlyExitConfig):
+        super().__init__(config)
+        self._own = None
+        if config.layer is not None:
+            self.model, shapes = own_layers(config.layer)
+            self._own = CachedLayers(self.model, shapes)
+            self.norm = LlamaRMSNorm(config.hidden_size, eps=self.model.config.rms_norm_eps)
+        if config.output == "trimmed":
+            self.lm_head = nn.Linear(config.hidden_size, config.output_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def of_target(cls, target: PreTrainedModel, exit_layer: int = 0) -> Self:
+        """The drafter without layers of its own, for a target that was trained for early exits.
+
+        Raises:
+            OptionError: the target has no layer after `exit_layer` layers.
+        """
+        config = cls.config_class.for_target(
+            target, exit_layer=exit_of(target, exit_layer, _SHARE_ALONE)
+        )
+        config.layer = None
+        return cls(config)
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        super().bind(target)
+        self._first = FirstLayers(target, self.config.exit_layer, norm=self._own is None)
+        return self
+
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
+        layers = decoder_layers(target)[: self.config.exit_layer]
+        return [target.get_input_embeddings(), *layers, *super().shared_modules(target)]
+
+    @torch.no_grad()
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Start as an early exit without layers of its own: they add nothing yet, and norm and
+        output layer are copies of the target's."""
+        unit_scale_init(self.model)
+        silence(self.model)
+        if (scale := norm_scale(self.target)) is not None:
+            self.norm.weight.copy_(scale)
+        if self.config.output == "trimmed":
+            self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
+
+    # Decoding.
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return any(each.needs_length_bound for each in (self._first.cached, self._own) if each)
+
+    def start(self, batch: int, capacity: int) -> EarlyExitState:
+        first, own = self._first.cached.start(batch), None
+        if self._own is not None:
+            made = self._own.start(batch)
+            own = OwnCache(made.slab, made.lengths)
+        return EarlyExitState(first, own)
+
+    def reserve(self, state: EarlyExitState, longest: int, room: int) -> None:
+        self._first.cached.reserve(state.first, longest, room)
+        if self._own is not None and state.own is not None:
+            self._own.reserve(state.own, longest, room)
+
+    def prefill(
+        self, state: EarlyExitState, features: Tensor, tokens: Tensor, count: Tensor
+    ) -> None:
+        self._first.cached.prefill(state.first, count, input_ids=tokens)
+        if self._own is not None:  # the features are what the first layers have just left
+            self._own.prefill(state.own, count, inputs_embeds=features.to(self.dtype))
+
+    def begin(self, state: EarlyExitState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        with self._first.fused:
+            found = self._first.cached.begin(state.first, count, input_ids=tokens)
+        hidden = found.last_hidden_state  # [B, A, D]
+        if self._own is not None:
+            found = self._own.begin(state.own, count, inputs_embeds=hidden.to(self.dtype))
+            hidden = self.norm(found.last_hidden_state)
+        return self.propose(last_true(hidden, count).unsqueeze(1))
+
+    def extend(self, state: EarlyExitState, tokens: Tensor, parent: Tensor) -> Step:
+        with self._first.fused:
+            found = self._first.cached.extend(state.first, parent, input_ids=tokens)
+        hidden = found.last_hidden_state  # [B, W, D]
+        if self._own is not None:
+            found = self._own.extend(state.own, parent, inputs_embeds=hidden.to(self.dtype))
+            hidden = self.norm(found.last_hidden_state)
+        return self.propose(hidden)
+
+    # Training.
+
+    def draft_hidden_states(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Depth k at position t is what its own layers leave at t + k: [depths, M, D]."""
+        found = self.model(
+            inputs_embeds=features.to(self.dtype), position_ids=positions, use_cache=False
+        )
+        hidden = self.norm(found.last_hidden_state)
+        return torch.stack([hidden.roll(-depth, 1)[where] for depth in range(1, depths + 1)])
+
+    def checkpoint_activations(self) -> bool:
+        compute_again(self.model.layers)
+        return True
+
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        return self.target_logits if self.config.output == "shared" else self.lm_head
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        shared = self.config.output == "shared"
+        return super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)

@@ -1,0 +1,145 @@
+"""Early exit: the target's own layers draft, with its own weights and a cache of their own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import headstart
+from headstart.heads import ArtifactError, OptionError, family
+from headstart.heads.artifacts.source import DrafterSource, SourceKind
+from headstart.heads.core import CpuLinear, capture, decoder_layers, decoder_of
+from headstart.heads.early_exit import EarlyExit
+from headstart.heads.parts.first_layers import first_layers
+from headstart.heads.parts.own_layers import attending_layers, silence
+from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
+from tests.support.drafters import made
+from tests.support.recurrent import RECURRENT, fresh
+from tests.support.tiny import large_enough, one_line, prompts, tiny
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+TREE = "[[0],[1],[2],[0,0],[0,1],[0,0,0]]"
+REFUSED = {"gemma4"}
+"""Whose embeddings have a part for each layer."""
+MODELS = [*ARCHITECTURES, *RECURRENT]
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(1)
+    model = (fresh(name) if name in RECURRENT else ARCHITECTURES[name]()).double().eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped_mm takes no float64
+    return model
+
+
+def attending(model: Any) -> int:
+    """How many layers there are up to the first one that attends."""
+    return attending_layers(model.config, alone=False)[0] + 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_first_layers_leave_what_enters_the_next_one(name: str) -> None:
+    model = model_of(name)
+    count = min(attending(model), len(decoder_layers(model)) - 1)
+    before = {key: id(value) for key, value in model.named_parameters()}
+    try:
+        student: Any = first_layers(model, count, norm=False)
+    except OptionError as error:
+        assert name in REFUSED, one_line(error)
+        return
+    assert name not in REFUSED
+    ids, _ = prompts([9, 9])
+    hidden = decoder_of(student)(input_ids=ids, use_cache=False)[0]
+    assert (hidden - capture(model, [count], ids)).abs().max() < 1e-10
+    assert {key: id(value) for key, value in model.named_parameters()} == before
+    theirs = {id(weight) for weight in model.parameters()}
+    assert all(id(weight) in theirs for weight in student.parameters())
+    assert len(decoder_layers(model)) > len(decoder_layers(student)) == count
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+@torch.no_grad()
+def test_the_name_alone_drafts_with_the_targets_norm_and_output_layer(name: str) -> None:
+    """What it proposes is the argmax of these, of the hidden state that enters layer E."""
+    model = copy.deepcopy(tiny(name))
+    speculator = headstart.load(model, "early_exit:1", tree="chain:3")
+    drafter: Any = speculator.drafter
+    assert isinstance(drafter, EarlyExit) and not list(drafter.parameters())
+    ids, mask = prompts([9, 4, 7])
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(speculator.generate(ids, attention_mask=mask, **GREEDY), expected)
+    state, count = drafter.start(1, 40), torch.tensor([8])
+    features = capture(model, [1], ids[:1])
+    drafter.prefill(state, features[:, :8], ids[:1, :8], count)
+    drafter.reserve(state, 9, 8)
+    step = drafter.begin(state, features[:, 7:8], ids[:1, 8:], torch.ones_like(count))
+    decoder: Any = model.get_decoder()
+    norm = decoder.ln_f if name == "gpt2" else decoder.norm
+    logits = model.get_output_embeddings()(norm(features[:, -1]))
+    assert (step.logits[0] - logits).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "traversal"])
+def test_all_drafts_are_accepted_where_the_other_layers_add_nothing(rule: str) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    for layer in decoder_layers(model)[1:]:
+        silence(layer)
+    drafter = family("early_exit").of_target(model).eval().bind(model)
+    speculator = headstart.load(model, drafter, tree="chain:3", rule=rule)
+    sample = {} if rule == "greedy" else {"do_sample": True, "seed": 3}
+    ids, _ = prompts([9])
+    speculator.generate(ids, **{**GREEDY, "max_new_tokens": 17, **sample})
+    assert speculator.stats.tau == 4
+
+
+def test_what_is_trained_starts_as_the_exit_without_layers_of_its_own() -> None:
+    model = tiny("llama")
+    ids, mask = prompts([9, 6])
+    cls: Any = family("early_exit")
+    config = cls.config_class.for_target(model, exit_layer=1, layers=2)
+    drafter = cls(config).double().bind(model).eval()
+    drafter.init_from_target()
+    found = []
+    for each in (drafter, "early_exit:1"):
+        speculator = headstart.load(model, each, tree=TREE)
+        options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": True, "seed": 1}
+        texts = speculator.generate(ids, **options)
+        found.append((texts.tolist(), speculator.stats.tau))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_it_runs_by_the_kernels_that_the_target_runs_by(own: bool) -> None:
+    model = large_enough(torch.float32, num_hidden_layers=3)
+    drafter = made("early_exit", model) if own else EarlyExit.of_target(model).eval().bind(model)
+    speculator = headstart.load(model, drafter, tree=TREE, compile="packed")
+    ids, _ = prompts([9])
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(speculator.generate(ids, **GREEDY), expected)
+    assert not any(type(part) is CpuLinear for part in model.modules())
+    running: Any = speculator.decoding_drafters.drafters[0]
+    first = running._first.cached.model
+    weights = {part.weight.data_ptr() for part in first.modules() if type(part) is CpuLinear}
+    assert len(weights) == 7 and weights < {weight.data_ptr() for weight in model.parameters()}
+    assert "forward" in vars(first), "all layers are one call"
+
+
+def test_the_number_of_layers_may_follow_the_name() -> None:
+    assert DrafterSource("early_exit:2").kind is SourceKind.IN_TARGET
+    model = large_enough(torch.float32, num_hidden_layers=9)
+    found = [
+        headstart.load(model, name).drafter.config.exit_layer
+        for name in ("early_exit", "early_exit:5")
+    ]
+    assert found == [2, 5]
+    for name in ("early_exit:0", "early_exit:x", "early_exit:", "early_exit:-1"):
+        with pytest.raises(ArtifactError, match="such as early_exit:4") as caught:
+            headstart.load(model, name)
+        one_line(caught.value)
+    with pytest.raises(ArtifactError, match="no drafter at 'lookup:3'"):
+        headstart.load(model, "lookup:3")
+    with pytest.raises(OptionError, match=r"exit_layer is 9; .* 9 layers: expected 1 … 8") as wrong:
+        headstart.load(model, "early_exit:9")
+    one_line(wrong.value)
