@@ -77,7 +77,7 @@ class EarlyExitState:
     """The caches of a request."""
 
     first: DraftCache  # of the target's first layers
-    own: OwnCache | None  # of the drafter's own
+    own: Any = None  # an `OwnCache` of the drafter's own layers, where it has some
 
 
 class EarlyExit(TrimmedVocabulary):
@@ -89,7 +89,7 @@ class EarlyExit(TrimmedVocabulary):
 
     def __init__(self, config: EarlyExitConfig):
         super().__init__(config)
-        self._own = None
+        self._own: CachedLayers | None = None
         if config.layer is not None:
             self.model, shapes = own_layers(config.layer)
             self._own = CachedLayers(self.model, shapes)
@@ -105,9 +105,8 @@ class EarlyExit(TrimmedVocabulary):
         Raises:
             OptionError: the target has no layer after `exit_layer` layers.
         """
-        config = cls.config_class.for_target(
-            target, exit_layer=exit_of(target, exit_layer, _SHARE_ALONE)
-        )
+        exit_layer = exit_of(target, exit_layer, _SHARE_ALONE)
+        config = EarlyExitConfig.for_target(target, exit_layer=exit_layer)
         config.layer = None
         return cls(config)
 
@@ -135,18 +134,19 @@ class EarlyExit(TrimmedVocabulary):
 
     @property
     def needs_length_bound(self) -> bool:
-        return any(each.needs_length_bound for each in (self._first.cached, self._own) if each)
+        own = self._own is not None and self._own.needs_length_bound
+        return own or self._first.cached.needs_length_bound
 
     def start(self, batch: int, capacity: int) -> EarlyExitState:
-        first, own = self._first.cached.start(batch), None
+        state = EarlyExitState(self._first.cached.start(batch))
         if self._own is not None:
             made = self._own.start(batch)
-            own = OwnCache(made.slab, made.lengths)
-        return EarlyExitState(first, own)
+            state.own = OwnCache(made.slab, made.lengths)
+        return state
 
     def reserve(self, state: EarlyExitState, longest: int, room: int) -> None:
         self._first.cached.reserve(state.first, longest, room)
-        if self._own is not None and state.own is not None:
+        if self._own is not None:
             self._own.reserve(state.own, longest, room)
 
     def prefill(
@@ -159,20 +159,21 @@ class EarlyExit(TrimmedVocabulary):
     def begin(self, state: EarlyExitState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         with self._first.fused:
             found = self._first.cached.begin(state.first, count, input_ids=tokens)
-        hidden = found.last_hidden_state  # [B, A, D]
         if self._own is not None:
-            found = self._own.begin(state.own, count, inputs_embeds=hidden.to(self.dtype))
-            hidden = self.norm(found.last_hidden_state)
-        return self.propose(last_true(hidden, count).unsqueeze(1))
+            hidden = found.last_hidden_state.to(self.dtype)  # [B, A, D]
+            found = self._own.begin(state.own, count, inputs_embeds=hidden)
+        return self._proposals(last_true(found.last_hidden_state, count).unsqueeze(1))
 
     def extend(self, state: EarlyExitState, tokens: Tensor, parent: Tensor) -> Step:
         with self._first.fused:
             found = self._first.cached.extend(state.first, parent, input_ids=tokens)
-        hidden = found.last_hidden_state  # [B, W, D]
         if self._own is not None:
-            found = self._own.extend(state.own, parent, inputs_embeds=hidden.to(self.dtype))
-            hidden = self.norm(found.last_hidden_state)
-        return self.propose(hidden)
+            hidden = found.last_hidden_state.to(self.dtype)  # [B, W, D]
+            found = self._own.extend(state.own, parent, inputs_embeds=hidden)
+        return self._proposals(found.last_hidden_state)
+
+    def _proposals(self, hidden: Tensor) -> Step:
+        return self.propose(hidden if self._own is None else self.norm(hidden))
 
     # Training.
 

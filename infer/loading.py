@@ -71,8 +71,8 @@ def load(
         drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
             smaller language model, also with another tokenizer; `"lookup"` or `"recycling"`, which
             have no weights; `"mtp"`, the module for multi-token prediction in the target's own
-            files; or a `Drafter`. A list of these decodes with all of them together. None decodes
-            plainly.
+            files; `"early_exit:8"`, its first 8 layers; or a `Drafter`. A list of these decodes
+            with all of them together. None decodes plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
         device: where a target that is given by name is put, such as `"cuda"`. None leaves it on
             the CPU, as transformers does, unless `device_map` says otherwise.
@@ -231,7 +231,8 @@ def _known_drafters(named: Any) -> list[Any]:
         if not isinstance(each, Drafter | NamedDrafter | None):
             raise OptionError(
                 f"drafter is of type {type(each).__name__}; expected the folder or Hub name of a "
-                "drafter or of a smaller model, 'lookup', 'recycling', 'mtp', or a Drafter."
+                "drafter or of a smaller model, 'lookup', 'recycling', 'mtp', 'early_exit', or a "
+                "Drafter."
             )
     return [each for each in found if each is not None]
 

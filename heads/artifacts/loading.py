@@ -42,7 +42,8 @@ def load_drafter(
         name: the folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, of an artifact, of a
             drafter that another trainer saved (see `foreign_checkpoints`), or of a smaller causal
             language model, also with another tokenizer; or a family without weights, such as
-            `lookup`, or `mtp` for the module in the target's own files; or a `DrafterSource`.
+            `lookup`, `mtp` for the module in the target's own files, or `early_exit` for its first
+            layers; or a `DrafterSource`.
         tokenizer: checked against the one that the drafter was trained with, if given. A language
             model needs one to compare with its own: the target's is loaded where it is not given.
         allow_pickle: see `DrafterSource`; a source that is passed has its own.

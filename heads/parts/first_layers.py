@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core import (
@@ -112,10 +112,10 @@ def first_layers(model: PreTrainedModel, count: int, norm: bool) -> PreTrainedMo
 
 def _check_sizes(module: nn.Module, theirs: nn.Module, kind: str) -> None:
     """Refuse a table for all layers (Gemma 4's embeddings), of which fewer layers read a part."""
-    for name, weight in module._parameters.items():
-        other = getattr(theirs, name, None)
-        known = isinstance(other, torch.Tensor) and other.is_floating_point()
-        if weight is not None and known and other.numel() and other.shape != weight.shape:
+    for name, weight in module.named_parameters(recurse=False):
+        other: Any = getattr(theirs, name, None)
+        known = isinstance(other, Tensor) and other.is_floating_point() and other.numel()
+        if known and other.shape != weight.shape:
             raise OptionError(
                 f"{kind} has a {name} of shape {list(other.shape)} for all of its layers, and an "
                 f"early exit needs one of {list(weight.shape)}; use another drafter."

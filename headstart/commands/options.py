@@ -27,9 +27,9 @@ KEPT = "; finished stages are kept, and the same command continues"
 """What is true of a run when Ctrl-C has ended it."""
 
 _DRAFTER = (
-    f"{ARTIFACT}; a drafter of another project, a smaller model, `lookup`, `recycling`, or `mtp` "
-    "for the module in the target's own files; given several times, all of them decode together "
-    "(default: no drafter, plain decoding)"
+    f"{ARTIFACT}; a drafter of another project, a smaller model, `lookup`, `recycling`, `mtp` "
+    "for the module in the target's own files, or `early_exit:N` for its first N layers; given "
+    "several times, all of them decode together (default: no drafter, plain decoding)"
 )
 _TREE = (
     "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "family": "dflash", "layers": 2, "depths": 2, "sample_from_anchor": True, "markov_rank": 4,
         "output": "trimmed", "draft_vocab_size": 200, "anchors": 9,
     },
+    "early_exit": {},  # under ZeRO-3, which comes with every second of these
 }  # fmt: skip
 """By name, the options of a drafter, and its family where that has another name."""
 ENGINES = ["ddp_cpu", "zero2", "zero3", "fsdp2"]

@@ -195,9 +195,10 @@ def test_every_family_trains_as_in_one_process(
     root: Path, trained: Callable[[str | None], Trained], name: str
 ) -> None:
     trained(None)
-    runs = [recipe(root, f"all-{name}-{kind}", kind, 2) for kind in FAMILIES]
+    able = [kind for kind in FAMILIES if (name, kind) != ("fsdp2", "early_exit")]  # it is refused
+    runs = [recipe(root, f"all-{name}-{kind}", kind, 2) for kind in able]
     Job(root / f"all-{name}", runs, name).run()
-    for kind in FAMILIES:
+    for kind in able:
         check_close(root, f"one-{kind}", f"all-{name}-{kind}", kind)
 
 

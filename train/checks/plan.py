@@ -5,6 +5,7 @@ Of a target on the Hub only the config and the tokenizer are fetched.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from transformers import (
 from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafter, family
 from headstart.heads.artifacts.files import MALFORMED, brief
 from headstart.heads.artifacts.hub import model_commit, target_options
-from headstart.heads.core import FeatureTap, load_pretrained, whole_plan
+from headstart.heads.core import FeatureTap, decoder_layers, load_pretrained, whole_plan
 from headstart.heads.families import with_article
 from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
@@ -39,6 +40,7 @@ from ..fit.packing_trial import check_packing
 from ..fit.target_with_drafter import checkpoint_activations
 from ..fit.warm_start import start_from
 from ..losses.draft_loss import DraftLoss
+from ..processes.engine import under_fsdp
 from ..processes.tensor_parallel import WORDS
 from ..recipe import Recipe
 from ..scratch_target import model_config
@@ -86,6 +88,7 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     check_packing(recipe.train.packing, target)
     drafter = _drafter(recipe, kind, target)
     check_feature_files(recipe, drafter.adapter is not None)
+    _check_whole_layers(recipe, drafter, target)
     if (parts := recipe.target.tp_plan) is not None:
         whole_plan(target, parts, processes, **WORDS)
         _check_parts(recipe, drafter)
@@ -191,6 +194,18 @@ def _drafter(recipe: Recipe, kind: type[Drafter], target: PreTrainedModel) -> Dr
         drafter.adapter.attach(target)
         drafter.adapter.detach()
     return drafter
+
+
+def _check_whole_layers(recipe: Recipe, drafter: Drafter, target: PreTrainedModel) -> None:
+    """Raise OptionError where layers that the drafter shares with its target are not whole."""
+    ways = {"target.tp_plan": recipe.target.tp_plan is not None, "FSDP": under_fsdp(os.environ)}
+    for way in (name for name, asked in ways.items() if asked):
+        if not {*drafter.shared_modules(target)}.isdisjoint(decoder_layers(target)):
+            raise OptionError(
+                f"{way} divides the target's layers among processes, and {recipe.drafter.family} "
+                "drafts with the first of them; use the launch file ddp or zero3, without "
+                "target.tp_plan."
+            )
 
 
 def _check_parts(recipe: Recipe, drafter: Drafter) -> None:

@@ -96,11 +96,20 @@ def test_adapters_and_drafting_writers_are_refused_before_any_stage() -> None:
     plan_run(tiny(), 2)
     with pytest.raises(OptionError, match="and medusa2 trains an adapter of them"):
         plan_run(tiny(drafter={"family": "medusa2"}), 2)
+    with pytest.raises(OptionError, match=r"target\.tp_plan divides .* early_exit drafts with"):
+        plan_run(tiny(drafter={"family": "early_exit"}), 2)
     for drafting in ({"drafter": "lookup"}, {"rounds": 2}):
         with pytest.raises(OptionError, match="write each row together, without a drafter"):
             plan_run(tiny(distill=TINY["distill"] | drafting), 2)
     with pytest.raises(OptionError, match="among 4 processes, and its num_attention_heads is 2"):
         plan_run(tiny(), 4)
+
+
+def test_fsdp_does_not_shard_layers_that_a_drafter_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    plan_run(tiny(target=TINY["target"]))
+    with pytest.raises(OptionError, match="FSDP divides .* use the launch file ddp or zero3"):
+        plan_run(tiny(target=TINY["target"], drafter={"family": "early_exit"}))
 
 
 def test_a_single_process_spreads_the_target_over_its_gpus() -> None:
