@@ -15,6 +15,8 @@ alone, once over the text.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -31,6 +33,7 @@ from .parts.first_layers import FirstLayers
 from .parts.own_layers import llama_like, norm_scale, own_layers, silence, unit_scale_init
 from .parts.recompute import compute_again
 from .parts.vocabulary import TrimmedVocabulary
+from .parts.weightless import load_without_weights, save_without_weights
 from .trainable import DraftLogits
 
 _SHARE, _SHARE_ALONE = 16, 4
@@ -47,25 +50,18 @@ class EarlyExitConfig(EarlyExitFields, DrafterConfig):
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
-        config.exit_layer = exit_of(target, config.exit_layer, _SHARE)
+        count = len(decoder_layers(target))
+        if config.exit_layer >= count:
+            raise OptionError(
+                f"drafter.exit_layer is {config.exit_layer}; the target has {count} layers: "
+                f"expected 1 … {count - 1}."
+            )
+        share = _SHARE if config.layers else _SHARE_ALONE
+        config.exit_layer = config.exit_layer or max(1, count // share)
         config.feature_layers = [config.exit_layer]
-        config.layer = config.own_layer(llama_like(target), num_hidden_layers=config.layers)
+        if config.layers:
+            config.layer = config.own_layer(llama_like(target), num_hidden_layers=config.layers)
         return config
-
-
-def exit_of(target: PreTrainedModel, wanted: int, share: int) -> int:
-    """E: the layers of a target that are wanted, or one in `share` of them where that is 0.
-
-    Raises:
-        OptionError: the target has no layer after them.
-    """
-    count = len(decoder_layers(target))
-    if wanted >= count:
-        raise OptionError(
-            f"drafter.exit_layer is {wanted}; the target has {count} layers: expected "
-            f"1 … {count - 1}."
-        )
-    return wanted or max(1, count // share)
 
 
 class OwnCache(DraftCache):
@@ -90,8 +86,8 @@ class EarlyExit(TrimmedVocabulary):
     def __init__(self, config: EarlyExitConfig):
         super().__init__(config)
         self._own: CachedLayers | None = None
-        if config.layer is not None:
-            self.model, shapes = own_layers(config.layer)
+        if config.layers:
+            self.model, shapes = own_layers(config.layer or {})
             self._own = CachedLayers(self.model, shapes)
             self.norm = LlamaRMSNorm(config.hidden_size, eps=self.model.config.rms_norm_eps)
         if config.output == "trimmed":
@@ -105,10 +101,22 @@ class EarlyExit(TrimmedVocabulary):
         Raises:
             OptionError: the target has no layer after `exit_layer` layers.
         """
-        exit_layer = exit_of(target, exit_layer, _SHARE_ALONE)
-        config = EarlyExitConfig.for_target(target, exit_layer=exit_layer)
-        config.layer = None
+        config = EarlyExitConfig.for_target(target, exit_layer=exit_layer, layers=0)
         return cls(config)
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        """Load it as transformers does, or without weights where it has none."""
+        config: Any = cls.config_class
+        config = config.from_pretrained(name, local_files_only=Path(name).is_dir())
+        whole = super().from_pretrained if config.layers else partial(load_without_weights, cls)
+        return whole(name, *args, **options)
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
+        if self._own is None:
+            save_without_weights(self, folder)
+        else:
+            super().save_pretrained(folder, **options)
 
     def bind(self, target: PreTrainedModel) -> Self:
         super().bind(target)

@@ -42,7 +42,7 @@ def check_name(name: str, what: str = "drafter") -> None:
         raise UsageError(
             f"{name!r} is a file; expected the folder of a {what}, or its name on the Hub"
         )
-    if not there and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(@.+)?", name, re.ASCII):
+    if not there and not re.fullmatch(r"\w[\w.-]*((/\w[\w.-]*)?(@.+)?|:\w*)", name, re.ASCII):
         raise UsageError(
             f"no {what} at {name!r}: neither a folder nor the name of a Hub repository; check the "
             "name"

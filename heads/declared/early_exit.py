@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ..core import OptionError
 from .fields import Shapes
 from .layer import Layer, LayerFields
 
@@ -15,8 +16,8 @@ class EarlyExitFields(LayerFields):
         feature_layers: the hidden state that the exit leaves, which layers of its own read.
         exit_layer: E, how many of the target's first layers draft; 0 for a share of them, see
             `EarlyExitConfig`.
-        layers: K, how many decoder layers of its own follow. `layer` is None where there are none:
-            the target's last norm and output layer read the exit, and there is nothing to train.
+        layers: K, how many decoder layers of its own follow, of the sizes `layer`. With none the
+            target's last norm and output layer read the exit, and there is nothing to train.
         output: the target's, or rows of its own for a trimmed vocabulary.
     """
 
@@ -29,18 +30,25 @@ class EarlyExitFields(LayerFields):
         *("exit_layer", "layers", "output", "draft_vocab_size", "partial_rotary_factor"),
     )
     RANGES: ClassVar = {
-        "at least 0": ("exit_layer",),
-        "at least 1": ("layers",),
+        "at least 0": ("exit_layer", "layers"),
         "more than 0, at most 1": ("partial_rotary_factor",),
     }
 
+    def validate_layers(self) -> None:
+        """Part of the config's own validation."""
+        if self.output != "shared" and not self.layers:
+            raise OptionError(
+                f"drafter.output is {self.output!r} and drafter.layers 0; expected 'shared', the "
+                "target's own output layer, where no layer is trained."
+            )
+
     @property
     def decided(self) -> bool:
-        return self.layer is None or super().decided
+        return self.layers == 0 or super().decided
 
     def shapes(self) -> Shapes:
         found = super().shapes()
-        if self.layer is not None:
+        if self.layers:
             layer = Layer.of(self.layer)
             found |= layer.shapes("model.layers.") | {"norm.weight": [layer.hidden_size]}
         if self.output != "shared":

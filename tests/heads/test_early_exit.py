@@ -1,20 +1,32 @@
 """Early exit: the target's own layers draft, with its own weights and a cache of their own."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import headstart
-from headstart.heads import ArtifactError, OptionError, family, load_drafter
+from headstart.heads import (
+    ArtifactError,
+    Manifest,
+    OptionError,
+    family,
+    fingerprint,
+    load_drafter,
+)
+from headstart.heads.artifacts.saving import save_drafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import CpuLinear, capture, decoder_layers, decoder_of
-from headstart.heads.early_exit import EarlyExit
+from headstart.heads.early_exit import EarlyExit, EarlyExitConfig
 from headstart.heads.parts.first_layers import first_layers
 from headstart.heads.parts.own_layers import attending_layers, silence
+from headstart.train.checks.plan import CheckError, plan_run
+from headstart.train.recipe import parse_recipe
 from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
 from tests.support.drafters import made
+from tests.support.recipes import TINY
 from tests.support.recurrent import RECURRENT, fresh
 from tests.support.tiny import large_enough, one_line, prompts, tiny
 
@@ -93,6 +105,27 @@ def test_all_drafts_are_accepted_where_the_other_layers_add_nothing(rule: str) -
     ids, _ = prompts([9])
     speculator.generate(ids, **{**GREEDY, "max_new_tokens": 17, **sample})
     assert speculator.stats.tau == 4
+
+
+def test_what_has_no_layers_of_its_own_is_an_artifact_without_weights(tmp_path: Path) -> None:
+    """So that a plan can be saved with it."""
+    model = tiny("llama")
+    manifest = Manifest("early_exit", "tiny", fingerprint(model))
+    made = load_drafter("early_exit:1", model)
+    again: Any = load_drafter(save_drafter(made, tmp_path / "made", manifest), model)
+    assert isinstance(again, EarlyExit) and again.config.to_dict() == made.config.to_dict()
+    ids, _ = prompts([9])
+    found = [headstart.load(model, each).generate(ids, **GREEDY) for each in (made, again)]
+    assert torch.equal(*found)
+
+
+def test_what_would_train_nothing_is_refused() -> None:
+    own = {"family": "early_exit", "layers": 0}
+    with pytest.raises(CheckError, match="early_exit has no weights to train") as caught:
+        plan_run(parse_recipe(TINY | {"drafter": own}))
+    one_line(caught.value)
+    with pytest.raises(OptionError, match=r"output is 'trimmed' and drafter\.layers 0"):
+        EarlyExitConfig.for_target(tiny("llama"), layers=0, output="trimmed", draft_vocab_size=40)
 
 
 def test_what_is_trained_starts_as_the_exit_without_layers_of_its_own() -> None:

@@ -188,6 +188,11 @@ def _drafter(recipe: Recipe, kind: type[Drafter], target: PreTrainedModel) -> Dr
     drafter.float().bind(target)
     FeatureTap(target, config.feature_layers).close()
     if isinstance(drafter, TrainableDrafter):
+        if not any(True for _ in drafter.parameters()):
+            raise CheckError(
+                f"drafter: with these options {recipe.drafter.family} has no weights to train; set "
+                "drafter.layers to 1 or more, or decode with --drafter early_exit"
+            )
         # The loss that is asked for reads the target's weights, which are not there.
         DraftLoss(drafter, recipe.train.head_decay, "cross_entropy", recipe.train.feature_weight)
     if drafter.adapter is not None:

@@ -53,8 +53,8 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
          {"mask_token_id": 3}, {"embedding": "own"}],
     ],
     "early_exit": [
-        [OUTPUTS[0], OUTPUTS[2]],
-        [{"layer": None}, *({"layer": LAYER | each, "exit_layer": 2} for each in LAYERS)],
+        [{"layers": 0}, *({"layer": LAYER | each} | output for each in LAYERS
+                          for output in (OUTPUTS[0], OUTPUTS[2]))],
     ],
     "dflash": [
         [{"layer": LAYER | {"qk_norm": True} | each, "layers": each.get("num_hidden_layers", 1)}

@@ -108,7 +108,7 @@ def test_adapters_and_drafting_writers_are_refused_before_any_stage() -> None:
 def test_fsdp_does_not_shard_layers_that_a_drafter_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     plan_run(tiny(target=TINY["target"]))
-    with pytest.raises(OptionError, match="FSDP divides .* use the launch file ddp or zero3"):
+    with pytest.raises(OptionError, match=r"FSDP divides .* use the launch file ddp or zero3"):
         plan_run(tiny(target=TINY["target"], drafter={"family": "early_exit"}))
 
 
