@@ -161,6 +161,7 @@ def load_speculator(options: argparse.Namespace, early: Early | None = None) -> 
         given |= {"trust_remote_code": True} if trust else {}
         given["compile"] = getattr(options, "compile", False)
         given["in_place"] = getattr(options, "in_place", True)
+        given["prefix_caching"] = getattr(options, "prefix_caching", False)
         try:
             if early is not None:
                 given["tokenizer"], context = _tokenizer_and_context(options.target, trust)

@@ -204,6 +204,7 @@ class Batcher(DecodingMethod):
                 emitted, met = text.add(piece.emitted)
                 ended = met or piece.ended
                 stats.add(emitted)
+                stats.kept_tokens = piece.kept_tokens
                 stats.prefill_seconds = stats.prefill_seconds or time.perf_counter() - job.begun
                 hand_on(streamer, emitted)
         finally:

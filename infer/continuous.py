@@ -54,6 +54,7 @@ class _Running:
 
     prompt: Prompt
     text: list[int] = field(default_factory=list)
+    kept_tokens: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -172,7 +173,8 @@ class Stream:
             ended = left[row] == 0
             if ended:
                 self._rows[row] = None
-            self._pieces.append(Piece(running.prompt, own, running.text, ended))
+            piece = Piece(running.prompt, own, running.text, ended, None, running.kept_tokens)
+            self._pieces.append(piece)
 
     def _fail(self, running: _Running, error: Exception) -> None:
         self._pieces.append(Piece(running.prompt, None, running.text, True, error))
@@ -316,6 +318,8 @@ class Stream:
         before = tokens[:, : max(counts)]
         count = torch.tensor(counts, device=target.device)
         cached, features = target.prefill_apart(before, counts, roots)
+        for running in new:
+            running.kept_tokens = target.kept_tokens
         request.rows.refill(rows, roots, [running.new_tokens for running in new])
         request.make_space(request.rows.longest)
         target.adopt(cached, where, max(counts))

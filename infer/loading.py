@@ -54,6 +54,7 @@ def load(
     allow_pickle: bool = False,
     compile: bool | str | None = None,
     fused: bool | None = None,
+    prefix_caching: bool = False,
     in_place: bool = True,
     tensor_parallel: int = 1,
     **options: Any,
@@ -80,7 +81,7 @@ def load(
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
             the drafter (plain decoding where no tree is faster), or else the tree that training
             measured it with; for several drafters the union of theirs.
-        rule, expansion, graphs, attention, fused: see `Speculator`.
+        rule, expansion, graphs, attention, fused, prefix_caching: see `Speculator`.
         compile: see `Speculator`. None is `auto` where target and drafters are all given by name,
             and False where one of them is passed in, which is then neither changed nor copied.
         allow_pickle: read weights of a drafter from a pickle where there are no safetensors; only
@@ -183,6 +184,7 @@ def load(
         attention=attention,
         compile=compile,
         fused=fused,
+        prefix_caching=prefix_caching,
     )
 
 

@@ -77,6 +77,7 @@ class Decoding:
         first = self.runner.first_tokens(batch, longest, new_tokens)
         request.capacity = Capacity(longest, new_tokens, behind, first)
         logits, features = target.prefill(tokens, (width - pads).tolist(), request.capacity.slots)
+        self.stats.kept_tokens = target.kept_tokens
         vocabulary, context = logits.shape[-1], None if limit is None else limit.positions
         together = bool(request.criteria) and not request.eos and batch > 1
         request.rows = Rows(pads, width, new_tokens, request.eos, vocabulary, context, together)

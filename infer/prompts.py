@@ -63,3 +63,4 @@ class Piece(NamedTuple):
     text: list[int]  # all so far, without the prompt
     ended: bool
     error: Exception | None = None
+    kept_tokens: int = 0  # of the prompt, see `Stats`

@@ -78,6 +78,7 @@ class Stats:
         tau: tokens per round; NaN before the first.
         tokens: emitted in rounds; rounds: active row-rounds.
         acceptance_by_depth: D shares from 0 to 1; NaN where no parent was accepted.
+        kept_tokens: of the prompt, which were cached already, see `prefix_caching` of `load`.
         prefill_seconds: seconds until the first token was there.
         decode_seconds: seconds from the first token to the last, a streamer's time included.
         drafted: who wrote each new token [B, new], once the call has ended.
@@ -87,6 +88,7 @@ class Stats:
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.kept_tokens = 0
         self.drafted = Drafted.nothing()
         self.logprobs: LogProbabilities | None = None
         self._rounds: list[Emitted] = []

@@ -126,6 +126,22 @@ def _fused_layers(
     return fused
 
 
+class KeptPrompt:
+    """A prompt that has run: its tokens [T], its features [1, T, F], and a cache of one row, which
+    holds its keys and values as long as the cache's contents are the same."""
+
+    def __init__(self, tokens: Tensor, features: Tensor, slab: SlabCache):
+        self.tokens, self.features, self.slab = tokens, features, slab
+        self._contents = slab.contents
+
+    def begins(self, tokens: Tensor) -> int:
+        """How many tokens another prompt [T'] begins with that are cached; its last one is run."""
+        if self.slab.contents is not self._contents:
+            return 0
+        most = min(len(self.tokens), len(tokens) - 1)
+        return int((self.tokens[:most] == tokens[:most]).cumprod(0).sum())
+
+
 class Target:
     """A causal language model of transformers, whose cache can be rolled back, as rounds call it.
 
@@ -143,6 +159,8 @@ class Target:
     Attributes:
         model: the model that was given; runner: what its forwards run, itself or a packed copy.
         kernels: whether layers run by the kernels for CPUs.
+        keeps_prompts: whether prompts that begin as the last one are not run whole, see `prefill`.
+        kept_tokens: so many tokens of the last prompt were not run.
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled.
@@ -178,6 +196,9 @@ class Target:
         self._streamed = offloaded(model)
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
+        self.keeps_prompts, self.kept_tokens = False, 0
+        self._kept: KeptPrompt | None = None  # in the cache
+        self._kept_apart: KeptPrompt | None = None  # in one of `prefill_apart`
 
     def __repr__(self) -> str:
         kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
@@ -214,18 +235,37 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Run prompts into an empty cache with at least `capacity` slots a row.
 
+        Where it `keeps_prompts`, a single one runs from the token on in which it differs from the
+        last one, whose keys and values are cached still.
+
         Args:
             tokens: [B, T] int64, padded on the right; counts: true ones of each row.
 
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
-        self.resize(len(tokens), in_steps(max(capacity, tokens.shape[1])))
-        return self.run_prompts(tokens, counts)
+        slots, alone = in_steps(max(capacity, tokens.shape[1])), len(tokens) == 1
+        kept, self._kept = self._kept, None
+        known = kept.begins(tokens[0]) if alone and kept is not None else 0
+        if kept is not None and known:
+            self.keep(known, slots)
+            logits, features = self.run_prompts(tokens[:, known:], [counts[0] - known], known)
+            features = torch.cat([kept.features[:, :known], features], 1)
+        else:
+            self.resize(len(tokens), slots)
+            logits, features = self.run_prompts(tokens, counts)
+        self.kept_tokens = known
+        if self.keeps_prompts and alone and self.cache.recurrent is None:
+            self._kept = KeptPrompt(tokens[0], features, self.cache)
+        return logits, features
 
-    def run_prompts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The forward of `prefill`, over the cache as it is."""
-        forward = partial(prefill_forward, self.runner, self.cache, tokens, counts)
+    def run_prompts(
+        self, tokens: Tensor, counts: Sequence[int], first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The forward of `prefill`, over the cache as it is, from slot `first` on."""
+        forward = partial(
+            prefill_forward, self.runner, self.cache, tokens, counts, None, first=first
+        )
         return self._run_tapped(tokens, forward)
 
     def prefill_apart(
@@ -239,9 +279,27 @@ class Target:
         Returns:
             That cache, and features [B, T, F].
         """
+        prior, self._kept_apart = self._kept_apart, None
+        rows = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+        known = 0 if prior is None else min(map(prior.begins, rows))
         apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        forward = partial(prefill_forward, self.runner, apart, tokens, counts, kept)
-        return apart, self._run_tapped(tokens, forward)[1]
+        if prior is not None and known:
+            apart.take(prior.slab, 0, known)
+        tokens = tokens[:, known:]
+        counts, kept = ([each - known for each in every] for every in (counts, kept))
+        forward = partial(prefill_forward, self.runner, apart, tokens, counts, kept, known)
+        features = self._run_tapped(tokens, forward)[1]
+        if prior is not None and known:
+            first = prior.features[:, :known].expand(len(tokens), -1, -1)
+            features = torch.cat([first, features], 1)
+        self.kept_tokens = known
+        if self.keeps_prompts and apart.recurrent is None:
+            one = apart
+            if len(rows) > 1:
+                one = SlabCache(self.shapes, 1, apart.capacity)
+                one.take(apart, 0, len(rows[0]))
+            self._kept_apart = KeptPrompt(rows[0], features[:1].clone(), one)
+        return apart, features
 
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
@@ -283,7 +341,12 @@ class Target:
         """Another one like it, with a cache of its own."""
         found = copy.copy(self)
         found.cache = SlabCache(self.shapes, 0, 0)
+        found._kept = found._kept_apart = None
         return found
+
+    def keep(self, slots: int, capacity: int) -> None:
+        """See `SlabCache.keep`."""
+        self.cache.keep(slots, capacity)
 
     def resize(self, batch: int, capacity: int) -> None:
         """See `SlabCache.resize`."""
@@ -295,6 +358,7 @@ class Target:
 
     def release(self) -> None:
         """See `SlabCache.release`."""
+        self._kept = self._kept_apart = None
         self.cache.release()
 
     def reserve(self, slots: int) -> int:

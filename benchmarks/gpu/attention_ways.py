@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.heads.core import ancestor_mask, in_steps, tree_mask
-from headstart.heads.core.cache import no_kernel
 from headstart.heads.core.tree_attention import plain_attention
 from headstart.heads.core.tree_lines import pack_tree
+from headstart.heads.core.triton_here import no_kernel
 
 Run = Callable[[], Tensor]
 

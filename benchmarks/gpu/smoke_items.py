@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import FAMILIES, Drafter
 from headstart.heads.core import FusedLayers
-from headstart.heads.core.cache import no_kernel
+from headstart.heads.core.triton_here import no_kernel
 from headstart.infer.batcher import Batcher
 from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs

@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,13 +19,11 @@ from . import cpu_kernels
 from .fused import fused_writes
 from .fused_writes import write
 from .recurrent import RecurrentLayer, RecurrentShape, RecurrentStates
-from .triton_here import no_triton
+from .triton_here import no_kernel
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
 
-_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KERNEL_SIZE = 256
 _made = itertools.count()  # memories of caches, so far
 
 
@@ -46,42 +42,6 @@ def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     """
     source, destination = slots.gather(1, path), slots[:, : path.shape[1]]  # [B, A]
     rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
-
-
-@cache
-def no_kernel(
-    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 0
-) -> str | None:
-    """Why no Triton kernel runs there; None where one does.
-
-    Args:
-        dtype, size: the keys' and the larger head dimension, for the kernel of attention.
-    """
-    if (reason := no_triton(device)) is not None:
-        return reason
-    if dtype not in _KERNEL_TYPES:
-        return f"its kernel knows no {dtype}"
-    if size > _KERNEL_SIZE:
-        return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
-    return None
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU that nothing uses; None for other devices, of which it is not known."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def total_bytes(device: torch.device) -> int | None:
-    """All memory of a GPU, or of this machine for a CPU; None where it is not known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 @dataclass(frozen=True)
@@ -184,7 +144,7 @@ class SlabCache(Cache):
         self._written: list[Tensor] | None = None  # views of the slots, where they are a range
         self._slabs: list[Tensor] = []
         self._memory: list[Tensor] = []  # of each slab, flat
-        self._made = next(_made)
+        self._made, self.contents = next(_made), object()
         self._capacities: dict[int, int] = {}  # by batch, of the last request of so many rows
         if self.recurrent is not None:
             self.recurrent.resize(batch)
@@ -193,7 +153,9 @@ class SlabCache(Cache):
     def reserve(self, capacity: int) -> None:
         """Grow to at least `capacity` slots a row, keeping what is cached. Never shrinks."""
         if capacity > self.capacity:
+            contents = self.contents
             self._shape(capacity, [slab.clone() for slab in self._slabs])
+            self.contents = contents
 
     def resize(self, batch: int, capacity: int) -> None:
         """Hold nothing, in `batch` rows of at least `capacity` slots.
@@ -208,6 +170,22 @@ class SlabCache(Cache):
             self._shape(max(capacity, self._capacities.get(batch, 0)), [])
         else:
             self._clear_slots()
+
+    def take(self, other: SlabCache, row: int, slots: int) -> None:
+        """Copy the first `slots` slots of a row of another cache into every row of this one."""
+        for own, theirs in zip(self._slabs, other._slabs, strict=True):
+            own.narrow(2, 0, slots).copy_(theirs[:, row : row + 1].narrow(2, 0, slots))
+
+    def keep(self, slots: int, capacity: int) -> None:
+        """Hold nothing but the first `slots` slots of each row, for another text that begins alike.
+
+        There is space for at least `capacity` slots then. Recurrent layers keep no such part.
+        """
+        assert self.recurrent is None
+        self.reserve(capacity)
+        self.contents = object()
+        for slab in self._slabs:
+            slab[:, :, slots:].zero_()
 
     def _shape(self, capacity: int, kept: list[Tensor]) -> None:
         """Have B rows of `capacity` slots, zeros but for the first slots, which are `kept`."""
@@ -242,6 +220,7 @@ class SlabCache(Cache):
     def release(self) -> None:
         """Give the memory back; there is none until `resize` takes some again."""
         self._give_back()
+        self.contents = object()
         self._capacities.clear()
 
     def _give_back(self) -> None:

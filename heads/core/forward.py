@@ -125,18 +125,21 @@ def prefill_forward(
     tokens: Tensor,
     counts: Sequence[int],
     kept: Sequence[int] | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Run prompts [B, T] as `causal_run` does: logits [B, V] after each row's last true token.
 
     Args:
         counts: true tokens of each row, known on the host.
         kept: so many of them shall recurrent layers keep; all when None.
+        first: see `causal_run`.
     """
     last = sorted({count - 1 for count in counts})
     keep = torch.tensor(last, device=tokens.device)
     own = counts if kept is None else kept
     padded = any(count < tokens.shape[1] for count in own)
-    logits = causal_run(model, slab, {"input_ids": tokens}, keep, own if padded else None).logits
+    inputs, own = {"input_ids": tokens}, own if padded else None
+    logits = causal_run(model, slab, inputs, keep, own, first).logits
     kept = last if logits.shape[1] == len(last) else range(tokens.shape[1])
     column = torch.tensor([kept.index(count - 1) for count in counts], device=logits.device)
     return logits[torch.arange(len(tokens), device=logits.device), column]  # [B, V]
@@ -148,21 +151,23 @@ def causal_run(
     inputs: dict[str, Tensor],
     keep: int | Tensor = 1,
     kept: Sequence[int] | Tensor | None = None,
+    first: int = 0,
 ) -> Any:
     """Run texts [B, T], padded on the right, into an empty cache; returns the model's own output.
 
-    No mask is given: rows start at slot 0, so plain causal attention is right for every row and the
-    model builds it as it always does; what the padding writes is overwritten later.
+    No mask is given: rows start at one slot, so plain causal attention is right for every row and
+    the model builds it as it always does; what the padding writes is overwritten later.
 
     Args:
         inputs: see `tree_run`.
         keep: the columns, or how many of the last, to compute logits of, where the model can tell.
         kept: so many tokens of each row shall recurrent layers keep; all when None.
+        first: the slot that rows start at, after what is cached of all of them.
     """
     given = next(iter(inputs.values()))
     batch, length = given.shape[:2]
-    positions = torch.arange(length, device=given.device).expand(batch, -1)
-    slab.set_slots(range(length), length)
+    positions = torch.arange(first, first + length, device=given.device).expand(batch, -1)
+    slab.set_slots(range(first, first + length), first + length, first)
     if slab.recurrent is not None:
         slab.recurrent.run_prompts(kept)
     knows = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -82,3 +82,21 @@ def has_bfloat16() -> bool:
     tests = [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
     tests = tests or [torch.ops.mkldnn._is_mkldnn_bf16_supported]
     return any(bool(test()) for test in tests)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU that nothing uses; None for other devices, of which it is not known."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """All memory of a GPU, or of this machine for a CPU; None where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None

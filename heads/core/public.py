@@ -2,7 +2,7 @@
 
 from .before import Before, CountPenalty, penalise, repeating
 from .best import best_log_probabilities, best_of
-from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
+from .cache import LayerShape, SlabCache, in_steps
 from .cache_name import CACHE, CACHE_NAMES
 from .cpu_kernels import CpuLinear, each_product, use_huge_pages
 from .features import (
@@ -19,10 +19,12 @@ from .features import (
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers, has_kernels_for
 from .machine import (
+    free_bytes,
     has_bfloat16,
     physical_cores,
     release_threads,
     said_of_busy_cores,
+    total_bytes,
     use_physical_cores,
 )
 from .masks import AttentionWindows, tree_mask

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .cache import SlabCache, no_kernel
+from .cache import SlabCache
 from .errors import UnsupportedTarget
 from .few_rows import attends_in_few_rows, attention
+from .triton_here import no_kernel
 
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """What else models hand to their attention, and would be lost here."""

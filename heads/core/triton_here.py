@@ -10,6 +10,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_SIZE = 256
+
 
 def has_triton(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a GPU on which Triton's kernels run."""
@@ -39,4 +42,22 @@ def no_triton(device: torch.device) -> str | None:
             "which are slower; install a C compiler and Python's headers (gcc, python3-dev)."
         )
         return f"its kernel cannot be launched ({what})"
+    return None
+
+
+@cache
+def no_kernel(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 0
+) -> str | None:
+    """Why no Triton kernel runs there; None where one does.
+
+    Args:
+        dtype, size: the keys' and the larger head dimension, for the kernel of attention.
+    """
+    if (reason := no_triton(device)) is not None:
+        return reason
+    if dtype not in _KERNEL_TYPES:
+        return f"its kernel knows no {dtype}"
+    if size > _KERNEL_SIZE:
+        return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
     return None

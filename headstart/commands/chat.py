@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
     add("--show", action="store_true", help=shared.SHOW)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    shared.add_prefix_caching(parser)
     shared.add_sampling_arguments(parser)
     shared.add_drafting_arguments(parser)
     shared.add_loading_arguments(parser)

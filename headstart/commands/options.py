@@ -31,6 +31,7 @@ _DRAFTER = (
     "for the module in the target's own files, or `early_exit:N` for its first N layers; given "
     "several times, all of them decode together (default: no drafter, plain decoding)"
 )
+_WHOLE = "run each prompt whole, also where it begins as the last one did"
 _TREE = (
     "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
     "rank paths; for several drafters one tree each, joined by + (default: the drafter's plan for "
@@ -182,6 +183,13 @@ def add_loading_arguments(
     add("--trust-remote-code", action="store_true", help=TRUST)
     if pickles:
         add("--allow-pickle", action="store_true", help=PICKLE)
+
+
+def add_prefix_caching(parser: argparse.ArgumentParser) -> None:
+    """For commands whose prompts often begin as the one before."""
+    parser.add_argument(
+        "--no-prefix-caching", dest="prefix_caching", action="store_false", help=_WHOLE
+    )
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:

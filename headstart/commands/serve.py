@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-env", metavar="VARIABLE", help=_KEY)
     add("--batch-size", metavar="N", type=shared.positive, default=1, help=_BATCH)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    shared.add_prefix_caching(parser)
     shared.add_drafting_arguments(parser)
     shared.add_loading_arguments(parser)
 

@@ -133,11 +133,14 @@ class LedTarget(Target):
         found._number, found._shape = self._workers.number(found), None
         with self._workers.together("spare", found._number, self._number):
             found.cache = SlabCache(self.shapes, 0, 0)
+            found._kept = found._kept_apart = None
         return found
 
-    def run_prompts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        with self._together("run_prompts", tokens, counts):
-            return super().run_prompts(tokens, counts)
+    def run_prompts(
+        self, tokens: Tensor, counts: Sequence[int], first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        with self._together("run_prompts", tokens, counts, first):
+            return super().run_prompts(tokens, counts, first)
 
     def prefill_apart(
         self, tokens: Tensor, counts: Sequence[int], kept: Sequence[int]
@@ -145,6 +148,7 @@ class LedTarget(Target):
         number = self._workers.next_number()
         with self._workers.together("apart", number, self._number, tokens, counts, kept):
             apart, features = super().prefill_apart(tokens, counts, kept)
+        self._kept_apart = None  # the others run whole prompts
         weakref.finalize(apart, self._workers.drop, number)
         apart._headstart_number = number  # type: ignore[attr-defined]
         return apart, features
@@ -158,6 +162,10 @@ class LedTarget(Target):
         with self._together("verify", tree.tokens, told, lengths, longest, even):
             self._shape = shape
             return super().verify(tree, lengths, longest, even)
+
+    def keep(self, slots: int, capacity: int) -> None:
+        with self._together("keep", slots, capacity):
+            super().keep(slots, capacity)
 
     def resize(self, batch: int, capacity: int) -> None:
         with self._together("resize", batch, capacity):

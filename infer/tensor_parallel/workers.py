@@ -29,7 +29,7 @@ _POLLS = 0.1  # seconds after which it is looked whether one has
 _PATIENCE = 60  # seconds that a forward may wait for a process that has ended
 _LATE = timedelta(hours=2)  # after which a process counts as lost; loading may take long
 
-ALONE = ("spare", "resize", "reserve", "adopt", "release", "commit")
+ALONE = ("spare", "keep", "resize", "reserve", "adopt", "release", "commit")
 """What each process does without the others, which so may lack memory for it."""
 
 _lost = ""

@@ -60,6 +60,7 @@ QUICK = {
     ("draft_model", TREES[2], "coupled"), ("lookup", TREES[1], "typical"),
     ("pard", TREES[2], "coupled"), ("recycling", TREES[1], "greedy"),
     ("mlp_speculator", TREES[2], "coupled"), ("gemma4_assistant", TREES[1], "coupled"),
+    ("early_exit", TREES[1], "rejection"),
 }  # fmt: skip
 """Every family, tree and rule."""
 
@@ -245,6 +246,22 @@ def test_batches_come_and_go_and_caches_grow(
         assert torch.equal(write(ours, rows, **more), write(written, rows, **more)), rows
     assert gpu.taped > 2 and ours.target.cache.capacity > 64
     assert ours.graphs is not None and not ours.graphs.failed
+
+
+def test_prompts_that_begin_as_the_last_one(gpu: StrictCapture) -> None:
+    """Rounds are captured and replayed after what was kept of a prompt, as after whole ones."""
+    model, heads = placed("eagle3")
+    ours = Speculator(model, heads, tree=TREES[1], prefix_caching=True)
+    theirs, kept = on_cpu("eagle3", tree=TREES[1]), []
+    ids = IDS[1:2, 5:]
+    for turn in range(4):
+        options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": True, "seed": turn}
+        found: Any = ours.generate(Pretended(ids), **options)
+        kept.append(ours.stats.kept_tokens)
+        assert torch.equal(found.numbers, theirs.generate(ids, **options))
+        ids = torch.cat([found.numbers, IDS[2:3, -3:]], 1)
+    assert kept == [0, 4, 17, 30]
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 
 def test_a_stream_of_prompts(gpu: StrictCapture) -> None:

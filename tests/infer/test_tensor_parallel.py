@@ -95,6 +95,18 @@ def test_every_family_decodes_as_with_the_whole_target(llama: Any, name: str) ->
     assert found[1][0][0] == written(tiny("llama"), **GREEDY)
 
 
+def test_prompts_that_begin_as_the_last_one(llama: Any) -> None:
+    drafter = own_drafter("eagle3").bind(llama)
+    speculator = Speculator(llama, drafter, tree="chain:3", prefix_caching=True)
+    ids, known = IDS, []
+    for _ in range(3):
+        text = speculator.generate(ids, **SAMPLED)
+        assert torch.equal(text, Speculator(tiny("llama"), None).generate(ids, **SAMPLED))
+        known.append(speculator.stats.kept_tokens)
+        ids = torch.cat([text, IDS[:, :3]], 1)
+    assert known == [0, 10, 25]
+
+
 def test_an_early_exit_is_refused(llama: Any) -> None:
     """It would run the target's layers in one process alone."""
     with pytest.raises(OptionError, match="without tensor_parallel, or use another") as caught:

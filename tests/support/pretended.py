@@ -255,13 +255,15 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictCapture]:
         "memory_allocated": lambda device: 0, "get_device_capability": lambda device: (9, 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    with torch.device("cpu"):  # what such contexts put in place is remembered for good: torch's own
+        torch.empty(0)
     for name in ("tensor", "as_tensor"):  # they move what they have made past all modes
         monkeypatch.setattr(torch, name, _then_moved(getattr(torch, name)))
     monkeypatch.setattr(kernels, "split_attention", tree_attention.plain_attention)
     monkeypatch.setattr(kernels, "move_path", cache.plain_move)
     capture = StrictCapture()
     monkeypatch.setattr(graphs, "capture_on", lambda device: capture)
-    known = cache.no_kernel, triton_here.no_triton  # they remember what there is
+    known = triton_here.no_kernel, triton_here.no_triton  # they remember what there is
     for each in known:
         each.cache_clear()
     try:
