@@ -116,6 +116,7 @@ class DFlash(TokenConditioned):
     config: DFlashConfig
     from_checkpoint = staticmethod(dflash)
     exports = DFLASH
+    _reads_table = True  # as published
     _checkpointed = False  # see `checkpoint_activations`
 
     def __init__(self, config: DFlashConfig):

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self, TypeVar, cast
 
@@ -15,7 +15,7 @@ from .errors import OptionError, UnsupportedTarget
 from .final import FINAL
 from .offload import offloaded, weight_of
 
-_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """What models do to their output layer's logits, by the names in their configs."""
 
@@ -221,7 +221,7 @@ class OutputLayer:
 
     @cached_property
     def finish(self) -> "Finish":
-        """What the model does to its output layer's logits: nothing, a factor, or a soft cap.
+        """What the model does to its output layer's logits: nothing, a factor, a soft cap, or both.
 
         Found when first used, by one forward over 8 tokens, since names in configs do not mean the
         same in every model.
@@ -240,7 +240,8 @@ class OutputLayer:
         for name in _FACTORS:
             if factor := getattr(config, name, None):
                 tries += [Finish(times=factor), Finish(over=factor)]
-        tries += [Finish(cap=cap) for name in _CAPS if (cap := getattr(config, name, None))]
+        caps = [cap for name in _CAPS if (cap := getattr(config, name, None))]
+        tries += [replace(each, cap=cap) for cap in caps for each in tries]
         close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
         # The best of them, since a cap hardly changes small logits.
         errors = [(finish(raw).float() - expected).abs().amax().item() for finish in tries]
@@ -249,14 +250,14 @@ class OutputLayer:
             return tries[errors.index(least)]
         raise OptionError(
             f"{config.model_type} changes its output layer's logits in a way that train.loss does "
-            "not know; expected none, a factor or a soft cap: use train.loss=cross_entropy, or "
-            "another drafter if this is the draft model."
+            "not know; expected a factor, a soft cap, both or none: use train.loss=cross_entropy, "
+            "or another drafter if this is the draft model."
         )
 
 
 @dataclass(frozen=True)
 class Finish:
-    """What a model does to its output layer's logits: a factor, a divisor, or a soft cap."""
+    """What a model does to its output layer's logits: a factor or a divisor, and a soft cap."""
 
     times: float = 1.0
     over: float = 1.0

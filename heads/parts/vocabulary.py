@@ -111,12 +111,20 @@ def _alike(one: Tensor | None, other: Tensor) -> bool:
     return torch.equal(one.to(other.dtype), other) or torch.equal(one, other.to(one.dtype))
 
 
+def has_norm(embedding: nn.Module) -> bool:
+    """Whether a target norms its embeddings in their own module, as Muse Glimmer does."""
+    return hasattr(embedding, "embed_norm")
+
+
 class TokenConditioned(TrimmedVocabulary):
     """A drafter that reads the drafted tokens, by the target's embedding, beside its feature.
 
     Attributes:
         embed_tokens: embeddings of its own; there only where the config says so.
     """
+
+    _reads_table = False
+    """Whether it reads the target's embeddings without a norm that is part of their module."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
@@ -166,8 +174,14 @@ class TokenConditioned(TrimmedVocabulary):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of tokens [...], which are never trained: [..., D]."""
+        embedding: Any = self._embedding
         with torch.no_grad():
-            return self._embedding(tokens).to(next(self.parameters()))  # its device and dtype
+            if self._reads_table and has_norm(embedding):
+                table = weight_of(embedding)
+                found = nn.functional.embedding(tokens.to(table.device), table)
+            else:
+                found = embedding(tokens)
+            return found.to(next(self.parameters()))  # its device and dtype
 
     @torch.no_grad()
     def size_of_embeddings(self) -> Tensor:

@@ -4,7 +4,9 @@ The authors' have the config of a Qwen3 of a few layers, in which `dflash_config
 token and the layers of the target (by their output), and tensors named as here but for the layers'
 prefix (github.com/z-lab/dflash). There are no embeddings and no output layer: these are the
 target's. The engines read the same files. The config of speculators nests that of the layers,
-names the target's layers by their input, and may have a trimmed output layer.
+names the target's layers by their input, and may have a trimmed output layer. The assistant of Muse
+Glimmer (`MuseGlimmerAssistantModel` of transformers) names what mixes the target's features
+`encoder`, has all settings at the top of its config, and its blocks are seen both ways.
 
 Layers of the type `sliding_attention` see a window of the text, and in them a place does not see
 those after it; `is_causal` or, where it is not set, `dflash_config.causal` decides for all layers.
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from ...checkpoint import Found
 from ...core import ArtifactError
+from ..vocabulary import has_norm
 from .checkpoint import (
     Checkpoint,
     cannot_be_written,
@@ -48,8 +51,13 @@ _DFLASH = (
 )
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 _DFLASH2 = "DFlash2DraftModel"
+_MUSE = ("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel")
+_MUSE_NAMES = {
+    "encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}  # fmt: skip
+_MUSE_SAYS = {"is_causal": False}  # as its class in transformers has it, whatever a layer's type is
 _SPECULATORS = {"dflash": _DFLASH[-1], "dspark": _DSPARK[-1], "dflash2": _DFLASH2}
-ARCHITECTURES = (*_DFLASH, *_DSPARK, _DFLASH2)
+ARCHITECTURES = (*_DFLASH, *_DSPARK, _DFLASH2, *_MUSE)
 """What the architectures are called that are run here."""
 
 
@@ -59,11 +67,14 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     A head that predicts how likely its drafts are accepted (`confidence_head`) is left out: it
     decides how many drafts are verified, and nothing else.
     """
+    tensors = {_MUSE_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
     if "hidden_norm.weight" not in tensors:
         return None
     architecture = next(iter(config.get("architectures") or [""]))
     if architecture not in ARCHITECTURES and "dflash_config" not in config:
         return None
+    if architecture in _MUSE:
+        config = _MUSE_SAYS | config
     said: dict[str, Any] = config | (config.get("dflash_config") or {})
     found = {
         (f"model.{name}" if name.startswith("layers.") else name): tensor
@@ -127,7 +138,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 
 def check_embedding_scale(scale: float, embedding: Any) -> None:
     """An ArtifactError unless a target's embeddings are multiplied by what a config says."""
-    own = embedding_scale(embedding)
+    own = 1.0 if has_norm(embedding) else embedding_scale(embedding)
     if not abs(own - scale) <= 0.01 * abs(scale):
         raise ArtifactError(
             f"it reads embeddings times {scale:g} (input_embedding_scale), and this target's are "
@@ -280,7 +291,8 @@ def _check_causal(own: Any, form: str) -> None:
 
 def _scale(drafter: Any, form: str, read: bool) -> dict[str, float]:
     """The entry for the scale of the target's embeddings; refused where a form does not read it."""
-    scale = None if drafter.config.embedding == "own" else scaled_embeddings(drafter)
+    raw = drafter.config.embedding == "own" or has_norm(drafter.target.get_input_embeddings())
+    scale = None if raw else scaled_embeddings(drafter)
     if scale is not None and not read:
         what = f"it reads its target's embeddings times {scale:g}, and {form} as they are"
         raise cannot_be_written(form, what, "export it to sglang")

@@ -80,7 +80,7 @@ def test_another_way_is_refused() -> None:
         return found
 
     model.forward = shifted
-    with pytest.raises(OptionError, match="expected none, a factor or a soft cap") as caught:
+    with pytest.raises(OptionError, match="expected a factor, a soft cap, both or none") as caught:
         _ = OutputLayer(model).finish
     one_line(caught.value)
 
