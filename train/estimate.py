@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
-from headstart.heads.core import LayerShape, decoder_of, load_pretrained
+from headstart.heads.core import LayerShape, causal_class, decoder_of, load_pretrained
 from headstart.heads.core.layer_sizes import inner_size, layer_configs
 from headstart.heads.parts.own_layers import attending_layers
 
@@ -107,7 +107,8 @@ def meta_target(recipe: Recipe) -> PreTrainedModel:
     if name is None:
         raise ValueError("the recipe trains its own target, which is not known yet")
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config(name), trust_remote_code=False).eval()
+        config = model_config(name)
+        return causal_class(config).from_config(config, trust_remote_code=False).eval()
 
 
 def meta_drafter(recipe: Recipe, target: PreTrainedModel) -> Drafter:

@@ -13,8 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -29,6 +31,9 @@ from .unsafe_settings import unsafe_settings
 def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
     """`kind.from_pretrained(name, *args, **options)` for an auto class of transformers.
 
+    In the place of `AutoModelForCausalLM` that of models which also read images is taken where
+    it knows no model of the type, see `causal_class`.
+
     Where `trust_remote_code` is left out, transformers asks on stdin whether to run such code.
     Here it is False unless given, and then no setting of the model's config is followed that
     fetches or imports code, such as kernels by name. With a `state_dict`, which needs a `config`,
@@ -41,8 +46,12 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
             are no files of a tokenizer.
     """
     options = {"trust_remote_code": False, **options}
-    if kind is AutoModelForCausalLM and not options["trust_remote_code"]:
-        _check_config(name, options)
+    if kind is AutoModelForCausalLM:
+        trusted, said = options["trust_remote_code"], _read_config(name, options)
+        if said and not trusted:
+            _check_config(name, said, options.get("config"))
+        if not (trusted and "auto_map" in said):
+            kind = causal_class(options.get("config") or said)
     try:
         if "state_dict" in options:
             with loaded_whole(), torch.device("meta"):
@@ -99,6 +108,25 @@ def _no_tokenizer(name: Any) -> ArtifactError:
     )
 
 
+def causal_class(config: Any) -> Any:
+    """The auto class of transformers that makes a causal language model of a config.
+
+    `AutoModelForCausalLM`, but for a decoder that also reads images and has no other class, as in
+    Mistral 3 and Qwen3-VL; of it text alone is decoded.
+
+    Args:
+        config: or what a config.json says.
+    """
+    name = config.get("model_type") if isinstance(config, dict) else config.model_type
+    images, known = AutoModelForImageTextToText, None
+    if isinstance(name, str) and name in CONFIG_MAPPING:
+        known: Any = CONFIG_MAPPING[name]
+    if known is None or known in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    nested = "text_config" in known.sub_configs and not known.is_encoder_decoder
+    return images if nested and known in images._model_mapping else AutoModelForCausalLM
+
+
 @contextmanager
 def loaded_whole() -> Iterator[None]:
     """Models that are made while this lasts are whole on every process, also under ZeRO-3."""
@@ -125,14 +153,22 @@ _LEAST_PACKED = 4  # weights a byte, of the most tightly quantized
 _SLACK = 20_000_000  # weights that may be missing, such as an output layer that is tied
 
 
-def _check_config(name: Any, options: dict[str, Any]) -> None:
-    """Refuse a model whose config names code elsewhere, or more layers than can be built."""
+def _read_config(name: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """What a model's config.json says; nothing where there is none."""
     known = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
     given = {key: options[key] for key in known if key in options}
     try:
-        config, _ = PreTrainedConfig.get_config_dict(name, **given)
+        return PreTrainedConfig.get_config_dict(name, **given)[0]
     except OSError:
-        return  # what is missing is said when it is loaded
+        return {}  # what is missing is said when it is loaded
+
+
+def _check_config(name: Any, config: dict[str, Any], given: Any) -> None:
+    """Refuse a model whose config names code elsewhere, or more layers than can be built.
+
+    Args:
+        given: the config that it is made with, unless that is its own.
+    """
     for what, key, value in unsafe_settings(config):
         plain = what in _NAMED and isinstance(value, str) and value.isidentifier()
         if not plain and what not in _ALLOWED:
@@ -148,7 +184,7 @@ def _check_config(name: Any, options: dict[str, Any]) -> None:
             f"{_MOST_LAYERS}; download it again."
         )
     if Path(name).is_dir():
-        _check_size(Path(name), options.get("config"))
+        _check_size(Path(name), given)
 
 
 def _check_size(folder: Path, config: Any) -> None:
@@ -158,7 +194,7 @@ def _check_size(folder: Path, config: Any) -> None:
     try:
         config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with loaded_whole(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = causal_class(config).from_config(config, trust_remote_code=False)
         parameters = sum(parameter.numel() for parameter in model.parameters())
     except (*MALFORMED, ImportError, OSError, StrictDataclassError):
         return  # what is wrong is said when it is loaded

@@ -53,6 +53,7 @@ from .packing import (
 )
 from .prefetch import Prefetch, alone, run_streamed
 from .pretrained import (
+    causal_class,
     end_tokens,
     language_model_in,
     load_pretrained,

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from .errors import OptionError
 from .features import output_layer
 from .layer_sizes import layer_configs
-from .pretrained import load_pretrained
+from .pretrained import causal_class, load_pretrained
 
 Plan = str | dict[str, Any]
 """`auto`, or styles of transformers by the names of modules, in place of those in its plan."""
@@ -59,7 +59,8 @@ def options_in_parts(
         OptionError: see `whole_plan`.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_pretrained(AutoConfig, name, **how))
+        config = load_pretrained(AutoConfig, name, **how)
+        model = causal_class(config).from_config(config)
     styles = whole_plan(model, plan, world, setting, otherwise, unplanned)
     return {"distributed_config": DistributedConfig(tp_size=world, tp_plan=styles)}
 

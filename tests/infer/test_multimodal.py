@@ -1,6 +1,7 @@
-"""Models that also read images, given as objects: text alone is decoded, images are refused."""
+"""Models that also read images: text alone is decoded, images are refused."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import transformers as tf
 from torch import Tensor
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 
+import headstart
 from headstart.heads import OptionError, family
 from headstart.infer import Speculator
+from tests.support.bytewise import save_target
 from tests.support.recurrent import DELTA, LAYERS
 from tests.support.tiny import COMMON, config_of, one_line, prompts
 
@@ -108,6 +111,17 @@ def test_text_equals_generate(name: str) -> None:
         expected = model.generate(**given)
         assert len(set(expected[0].tolist())) > 5
         assert torch.equal(speculator.generate(**given), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_loads_by_name(name: str, tmp_path: Path) -> None:
+    """Also where `AutoModelForCausalLM` knows no model of the type, as of the middle two."""
+    model, (ids, mask) = built(name), texts()
+    model.save_pretrained(tmp_path)
+    tokenizer = save_target(tmp_path / "other")[1]
+    found = headstart.load(tmp_path, "lookup", tokenizer=tokenizer, dtype=torch.float64)
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **GREEDY}
+    assert torch.equal(found.generate(**given), model.generate(**given))
 
 
 def test_an_image_is_refused() -> None:

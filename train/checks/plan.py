@@ -16,7 +16,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,7 +25,13 @@ from transformers import (
 from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafter, family
 from headstart.heads.artifacts.files import MALFORMED, brief
 from headstart.heads.artifacts.hub import model_commit, target_options
-from headstart.heads.core import FeatureTap, decoder_layers, load_pretrained, whole_plan
+from headstart.heads.core import (
+    FeatureTap,
+    causal_class,
+    decoder_layers,
+    load_pretrained,
+    whole_plan,
+)
 from headstart.heads.families import with_article
 from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
@@ -141,7 +146,7 @@ def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     section = "target.model" if recipe.target.scratch is None else "target.scratch"
     try:
         with _made_of(section, "model"), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how).eval()
+            return causal_class(config).from_config(config, trust_remote_code=False, **how).eval()
     except (ImportError, ValueError) as error:
         if attention is None:
             raise
