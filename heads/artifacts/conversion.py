@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..core import ArtifactError
 from ..families import with_article
 from .files import check_is_free
+from .license import license_of
 from .loading import load_drafter
 from .manifest import manifest_of
 from .saving import model_card, save_drafter
@@ -31,7 +32,7 @@ def convert(
 
     The weights keep their dtype. The manifest names the checkpoint and has no metrics. Its
     fingerprints are those of the target that is passed: that the checkpoint was trained for it is
-    checked by shapes alone.
+    checked by shapes alone. The card names the licence that the card of the checkpoint names.
 
     Args:
         checkpoint: see `DrafterSource`.
@@ -64,5 +65,6 @@ def convert(
         f"{kind} drafter for `{manifest.target}`, made from `{manifest.origin}`",
         _BODY.format(origin=manifest.origin),
         "" if own else "Whether it was trained for this target was judged by its shapes alone.",
+        license=license_of(source, target),
     )
     return save_drafter(drafter, folder, manifest, card)

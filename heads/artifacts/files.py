@@ -168,7 +168,7 @@ def files_to_download(names: Sequence[str], allow_pickle: bool) -> list[str]:
         chosen = [*FILES, PICKLE]
     else:
         weights = single_weights(names) or [_SHARDS]
-        patterns = (*MODEL_FILES, *weights, PARALLEL_FEATURES)
+        patterns = (*MODEL_FILES, *weights, PARALLEL_FEATURES, CARD)
         at_top = [name for name in names if "/" not in name]
         chosen = [name for name in at_top if any(fnmatch(name, each) for each in patterns)]
     return chosen if allow_pickle else [name for name in chosen if not pickled([name])]

@@ -27,6 +27,7 @@ from .files import (
     read_json,
 )
 from .hub import has_page, is_hub_name, split_revision
+from .license import LICENSE
 from .local_paths import cleaner, is_local, local_paths
 from .manifest import Manifest
 from .source import DrafterSource
@@ -150,8 +151,9 @@ def _card(
     data["tags"] = list(dict.fromkeys([*tags, *added]))
     if on_hub:
         data["base_model"] = target
-    for name, said in (license or {}).items():
-        data[name] = said
+    if license:
+        for name in LICENSE:
+            data[name] = license.get(name)  # what is None is not written
     return str(card)
 
 

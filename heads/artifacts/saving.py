@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import yaml
 from safetensors import SafetensorError
 
 from ..core import ArtifactError, brief
@@ -140,7 +141,12 @@ def _base_model(target: str) -> str:
 
 
 def model_card(
-    manifest: Manifest, title: str, body: str, note: str, datasets: Sequence[str] = ()
+    manifest: Manifest,
+    title: str,
+    body: str,
+    note: str,
+    datasets: Sequence[str] = (),
+    license: Mapping[str, str] | None = None,
 ) -> str:
     """The README.md of an artifact, with the front matter that the Hub reads.
 
@@ -148,8 +154,10 @@ def model_card(
         body: whose output it is, and what was measured.
         note: a last sentence; there may be none.
         datasets: the names of data sets on the Hub that it was trained with.
+        license: see `license_of`.
     """
     sets = f"datasets: [{', '.join(datasets)}]\n" if datasets else ""
+    said = yaml.safe_dump(dict(license), sort_keys=False) if license else ""
     chat: dict = manifest.trained.get("chat") or {}
     prompt = _PROMPT[chat.get("how") == "template"]
     if settings := chat.get("template_kwargs"):
@@ -158,7 +166,7 @@ def model_card(
 library_name: headstart
 pipeline_tag: text-generation
 tags: [speculative-decoding, {manifest.family}, headstart]
-{_base_model(manifest.target)}{sets}---
+{_base_model(manifest.target)}{sets}{said}---
 
 # {title}
 

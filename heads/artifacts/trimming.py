@@ -25,6 +25,7 @@ from ..parts.vocabulary import TrimmedVocabulary
 from ..translated_draft_model import TranslatedDraftModel
 from .conditions import drafter_conditions
 from .files import MALFORMED, MANIFEST, check_is_free, unreadable
+from .license import license_of
 from .manifest import Manifest, manifest_of
 from .saving import model_card, save_drafter
 from .source import DrafterSource, SourceKind
@@ -201,6 +202,7 @@ def _card(source: DrafterSource, manifest: Manifest, drafter: Drafter) -> str:
     body = _BODY.format(base=base, size=len(known), whole=drafter.config.vocab_size)
     title = f"{with_article(manifest.family).capitalize()} drafter for `{manifest.target}`"
     try:
-        return model_card(manifest, title, body + training_table(manifest), "")
+        license = license_of(source, drafter.target)
+        return model_card(manifest, title, body + training_table(manifest), "", license=license)
     except MALFORMED as error:
         raise unreadable(source.folder / MANIFEST, f"`trained` is malformed: {error}") from error

@@ -6,15 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
 from headstart.heads import ArtifactError, load_drafter
+from headstart.heads.artifacts import source as source_module
 from headstart.heads.artifacts.conversion import convert
+from headstart.heads.artifacts.license import LICENSE, license_of
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.artifacts.publish import clean_copy
 from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.artifacts.trimming import save_trimmed
 from headstart.infer import Speculator
 from tests.support.artifacts import OLD, save, value_of
 from tests.support.bytewise import save_target
@@ -61,6 +66,63 @@ def test_it_becomes_an_artifact(target: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "headstart.json").read_text())["origin"] == "theirs"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "made from `theirs`" in card and str(tmp_path) not in card
+
+
+OWN = {"license": "other", "license_name": "their-own", "license_link": "LICENSE.md"}
+MET = {"license": "other", "license_name": "x: y", "license_link": "https://their.org/license"}
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"license": "apache-2.0", "tags": ["medusa"]}, {"license": "apache-2.0"}),
+        (OWN, {key: OWN[key] for key in ("license", "license_name")}),  # no such file here
+        (MET, MET),
+        ({"license": ["mit"], "license_name": "x"}, {}),
+        ("no: {mapping", {}),
+        (None, {}),
+    ],
+)
+def test_the_card_names_the_licence_of_the_checkpoint(
+    said: Any, kept: dict[str, str], target: Any, tmp_path: Path
+) -> None:
+    """Which goes with what is made of it, and is pushed unless another one is given."""
+    model, tokenizer, _ = target
+    theirs = checkpoint(tmp_path / "theirs")
+    if said is not None:
+        front = said if isinstance(said, str) else yaml.safe_dump(said)
+        (theirs / "README.md").write_text(f"---\n{front}\n---\n\n# Heads\n\n---\n")
+    ours = convert(theirs, model, tokenizer, tmp_path / "ours")
+    drafter: Any = load_drafter(ours, model, tokenizer, dtype="auto")
+    ids, smaller = torch.arange(8), tmp_path / "smaller"
+    save_trimmed(drafter, DrafterSource(ours), tokenizer, ids, smaller)
+    for number, (made, given) in enumerate(((ours, {}), (smaller, {}), (ours, {"license": "mit"}))):
+        (out := tmp_path / f"out-{number}").mkdir()
+        clean_copy(made, out, "me/drafter", "me/base", given)
+        data = ModelCard.load(out / "README.md").data.to_dict()
+        found = {key: data[key] for key in LICENSE if key in data}
+        assert found == (given or kept)
+
+
+def test_a_module_in_its_targets_files_has_their_licence(target: Any) -> None:
+    model, _, folder = target
+    assert license_of(DrafterSource("mtp"), model) == {}
+    card = folder / "README.md"
+    card.write_text("---\nlicense: mit\n---\n")
+    found = license_of(DrafterSource("mtp"), model)
+    card.unlink()
+    assert found == {"license": "mit"}
+
+
+def test_a_link_to_a_file_of_a_repository_becomes_its_address(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = checkpoint(tmp_path / "theirs")
+    (there / "README.md").write_text(f"---\n{yaml.safe_dump(OWN)}---\n")
+    monkeypatch.setattr(source_module, "download", lambda name, files: there)
+    monkeypatch.setattr(source_module, "file_names", lambda name: [])
+    found = license_of(DrafterSource("org/heads@v2"), target[0])
+    assert found["license_link"] == "https://huggingface.co/org/heads/blob/v2/LICENSE.md"
 
 
 def test_the_targets_commit_is_noted(
