@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from .checkpoint import Found
-from .core import CACHE, AttentionWindows, output_rows
+from .core import CACHE, AttentionWindows
 from .declared.eagle import EagleFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
@@ -74,17 +73,6 @@ class Eagle(TokenConditioned):
         self._make(config)
         self._windows = AttentionWindows.of(self.model)
         self.post_init()
-
-    @classmethod
-    def completed(cls, found: Found, target: PreTrainedModel) -> Found:
-        """Fill in the rows of the target's output layer for a trimmed vocabulary that has none."""
-        known, tensors = super().completed(found, target)
-        ids = tensors.get("vocabulary")
-        if ids is not None and "lm_head.weight" not in tensors:
-            whole = output_rows(target)
-            rows = whole[ids.to(whole.device)].to("cpu", tensors["fc.weight"].dtype)
-            tensors = tensors | {"lm_head.weight": rows.clone()}
-        return known, tensors
 
     def _own_layers(self, layer: dict[str, Any]) -> tuple[Any, CachedLayers]:
         """The decoder layers that the config describes, and how they are run while decoding."""

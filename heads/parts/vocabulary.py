@@ -15,6 +15,7 @@ from ..core import (
     logit_factor,
     offloaded,
     output_layer,
+    output_rows,
     weight_of,
 )
 from ..drafter import DrafterConfig, Step
@@ -134,7 +135,8 @@ class TokenConditioned(TrimmedVocabulary):
 
     @classmethod
     def completed(cls, found: Found, target: PreTrainedModel) -> Found:
-        """Leave out embeddings, and an output layer, that are the target's own."""
+        """Leave out embeddings, and an output layer, that are the target's own; for a trimmed
+        vocabulary without an output layer, take the rows of the target's."""
         known, tensors = super().completed(found, target)
         for field, name, layer in (
             ("embedding", "embed_tokens.weight", target.get_input_embeddings()),
@@ -143,6 +145,12 @@ class TokenConditioned(TrimmedVocabulary):
             if known.get(field) == "own" and _alike(tensors.get(name), weight_of(layer)):
                 known = {key: value for key, value in known.items() if key != field}
                 tensors = {key: value for key, value in tensors.items() if key != name}
+        ids = tensors.get("vocabulary")
+        if ids is not None and "lm_head.weight" not in tensors:
+            whole = output_rows(target)
+            dtype = next(each.dtype for each in tensors.values() if each.is_floating_point())
+            rows = whole[ids.to(whole.device)].to("cpu", dtype)
+            tensors = tensors | {"lm_head.weight": rows.clone()}
         return known, tensors
 
     @property

@@ -248,6 +248,64 @@ def changed(form: Form, tensors: dict[str, Tensor] | None = None, **config: Any)
     return form.config | config, form.tensors | (tensors or {})
 
 
+def renamed(form: Form, **prefixes: str) -> dict[str, Tensor]:
+    """Tensors by names that begin otherwise; `all` is put before each of them."""
+    first, found = prefixes.pop("all", ""), {}
+    for name, tensor in form.tensors.items():
+        for old, new in prefixes.items():
+            name = name.replace(old, new, 1) if name.startswith(old) else name
+        found[first + name] = tensor
+    return found
+
+
+def windows_outside(form: Form) -> dict[str, Any]:
+    """A config of speculators with its windows at the top, where vLLM reads them, too."""
+    config = form.in_speculators("dflash")
+    names = ("layer_types", "sliding_window", "use_sliding_window")
+    return config | {name: config["transformer_layer_config"].pop(name) for name in names}
+
+
+ONE, TERM, FROM_ANCHOR = Form(layers=1), FORMS["DSpark"], FORMS["DSpark without a term"]
+VERIFIER = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(64, 32)}
+SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_label=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "tensors"),
+    [
+        (Form(), Form().config, renamed(Form(), all="model.")),
+        (ONE, ONE.config, renamed(ONE, **{"layers.0.": "midlayer."})),
+        (TERM, TERM.config | {"architectures": ["DSparkDraftModel"]},
+         renamed(TERM, markov_head="logit_head.markov_head",
+                 confidence_head="logit_head.confidence_head")),
+        (Form(), Form().config, Form().tensors | VERIFIER),
+        (FORMS["windows"], windows_outside(FORMS["windows"]), FORMS["windows"].tensors),
+        (FROM_ANCHOR, SHIFTED, FROM_ANCHOR.tensors),
+    ],
+    ids=["prefixed", "midlayer", "SpecForge's first", "verifier's", "windows outside", "shifted"],
+)  # fmt: skip
+def test_other_ways_to_write_it(form: Form, config: Any, tensors: Any, tmp_path: Path) -> None:
+    features = torch.randn(7, 64, dtype=torch.float64)
+    tokens = torch.randint(VOCAB, (16,)).tolist()
+    expected = drafted(loaded(form, tmp_path / "usual"), features, tokens, 3)
+    found: Any = load_drafter(write(tmp_path / "other", config, tensors), tiny("llama"))
+    assert torch.equal(drafted(found.eval(), features, tokens, 3), expected)
+
+
+def test_a_trimmed_vocabulary_without_an_output_layer_has_the_targets_rows(tmp_path: Path) -> None:
+    """As SpecForge saves them."""
+    ids, tensors = torch.tensor([1, 4, 9, 20, 61]), dict(TERM.tensors)
+    tensors["d2t"], tensors["t2d"] = ids - torch.arange(5), torch.isin(torch.arange(VOCAB), ids)
+    last = "markov_head.markov_w2.weight"
+    place = write(tmp_path / "trimmed", TERM.config, tensors | {last: tensors[last][ids]})
+    found: Any = load_drafter(place, tiny("llama"), dtype=torch.float64)
+    features = torch.randn(7, 64, dtype=torch.float64)
+    tokens = torch.randint(VOCAB, (16,)).tolist()
+    expected = drafted(loaded(TERM, tmp_path / "whole"), features, tokens, 3)[:, ids]
+    assert torch.equal(found.draft_vocabulary, ids)
+    torch.testing.assert_close(drafted(found.eval(), features, tokens, 3), expected)
+
+
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}  # which is not in use
 SWA = {"mask_token_id": 3, "target_layer_ids": [0, 1], "use_swa": True, "swa_window_size": 4}
 VALUES = {"mask_token_id": 3, "target_layer_ids": [0, 1], "attention_value_scale": 0.5}
@@ -285,6 +343,8 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
         (*changed(Form(), input_embedding_scale=5.0), "reads embeddings times 5"),
         (*changed(Form(), {"prefix_gru.weight": torch.ones(2)}), "it has a part that is not run"),
         (*changed(Form(), speculators_model_type="xpress"), "calls it 'xpress'"),
+        (*changed(Form(), {"layers.1.self_attn.kv_a_proj_with_mqa.weight": torch.ones(9, 32)}),
+         "its layers have multi-head latent attention (kv_a_proj_with_mqa), which is not run here"),
         (*changed(Form(), {"layers.0.self_attn.attention_sink_bias": torch.ones(4)}),
          "it has a part that is not run"),
     ],

@@ -34,6 +34,7 @@ from .checkpoint import (
     speculators_config,
     turns_a_share,
 )
+from .eagle import with_prefix
 from .layer_ids import check_writable, read_layer_ids
 from .layers import check_neutral, layer_config, read_layers, share_of
 from .vocabulary import read_vocabulary, write_vocabulary
@@ -52,9 +53,15 @@ _DFLASH = (
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 _DFLASH2 = "DFlash2DraftModel"
 _MUSE = ("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel")
-_MUSE_NAMES = {
-    "encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight",
+_NAMES = {
+    "layers.": "model.layers.", "midlayer.": "model.layers.0.",
+    "logit_head.": "",  # in SpecForge's first ones
+    "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",  # Muse Glimmer's
 }  # fmt: skip
+"""What their names of tensors begin with, and ours, where these differ."""
+_UNUSED = ("confidence_head.", "verifier_")
+"""What names begin with that are not read: the last are the target's own, for training alone."""
+_WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 _MUSE_SAYS = {"is_causal": False}  # as its class in transformers has it, whatever a layer's type is
 _SPECULATORS = {"dflash": _DFLASH[-1], "dspark": _DSPARK[-1], "dflash2": _DFLASH2}
 ARCHITECTURES = (*_DFLASH, *_DSPARK, _DFLASH2, *_MUSE)
@@ -67,23 +74,19 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     A head that predicts how likely its drafts are accepted (`confidence_head`) is left out: it
     decides how many drafts are verified, and nothing else.
     """
-    tensors = {_MUSE_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
-    if "hidden_norm.weight" not in tensors:
+    found = _renamed(tensors)
+    if "hidden_norm.weight" not in found:
         return None
     architecture = next(iter(config.get("architectures") or [""]))
     if architecture not in ARCHITECTURES and "dflash_config" not in config:
         return None
     if architecture in _MUSE:
         config = _MUSE_SAYS | config
+    if (inner := config.get("transformer_layer_config")) is not None:  # vLLM reads these outside
+        outside = {name: config[name] for name in _WINDOWS if name in config}
+        config = config | {"transformer_layer_config": inner | outside}
     said: dict[str, Any] = config | (config.get("dflash_config") or {})
-    found = {
-        (f"model.{name}" if name.startswith("layers.") else name): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith("confidence_head.")
-    }
-    for name in _BOOKS:
-        if name in found:
-            found[f"{name}.weight"] = found.pop(name)
+    _check_attention(found)
     layer, read = read_layers(config, found), read_layer_ids(config)
     size = len(found["fc.weight"])
     if not layer.get("qk_norm"):
@@ -109,7 +112,9 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             "the target; restore the config that was published."
         )
     from_anchor = architecture in _DSPARK and "speculators_model_type" not in said
-    from_anchor = bool(said.get("sample_from_anchor", from_anchor))
+    for name in ("shift_label", "sample_from_anchor"):  # the first in older speculators
+        if said.get(name) is not None:
+            from_anchor = bool(said[name])
     vocabulary = layer_config(config).get("vocab_size")
     known = {
         "hidden_size": size, "vocab_size": vocabulary, "layer": layer,
@@ -134,6 +139,26 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if "embed_tokens.weight" in found:
         known["embedding"] = "own"  # likewise
     return {name: value for name, value in known.items() if value is not None}, found
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's tensors under our names, without those that are not read."""
+    inside = "model.fc.weight" in tensors
+    found = {}
+    for name, tensor in tensors.items():
+        bare = with_prefix(name.removeprefix("model.") if inside else name, _NAMES)
+        if not bare.startswith(_UNUSED):
+            found[f"{bare}.weight" if bare in _BOOKS else bare] = tensor
+    return found
+
+
+def _check_attention(found: dict[str, Tensor]) -> None:
+    """An ArtifactError, which names the part, for attention of another kind."""
+    if odd := next((name for name in found if ".kv_a_proj" in name), None):
+        raise ArtifactError(
+            f"its layers have multi-head latent attention ({odd.split('.')[-2]}), which is not run "
+            "here; expected q_proj, k_proj and v_proj."
+        )
 
 
 def check_embedding_scale(scale: float, embedding: Any) -> None:
