@@ -40,6 +40,11 @@ _PARTS = {
 }
 """Our names of what is no part of the layer, and theirs."""
 _EMBEDDING = "embed_tokens.weight"
+_PUBLISHED_COUNT = "num_nextn_predict_layers"
+"""How published configs call the number of such layers. Of GLM-4.7-Flash transformers has no field
+for it, and keeps it as it is."""
+
+_WINDOWS_UNKNOWN = "some layers see a window alone, and nothing says whether its own does"
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +76,7 @@ def shipped_module(target: PreTrainedModel) -> dict[str, Tensor]:
         OptionError: it is of a kind that cannot be run.
     """
     text = target.config.get_text_config(decoder=True)
-    declared = getattr(text, "num_mtp_layers", None)
+    declared = getattr(text, "num_mtp_layers", None) or getattr(text, _PUBLISHED_COUNT, None)
     if not target.name_or_path:
         raise NoModule(target)
     try:
@@ -101,7 +106,7 @@ def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tenso
     if _EMBEDDING in tensors:
         raise ValueError("it embeds tokens by itself")
     if not own_layer_is_known(target):
-        raise ValueError("some layers see a window alone, and nothing says whether its own does")
+        raise ValueError(_WINDOWS_UNKNOWN)
     found = {ours: tensors.pop(theirs) for ours, theirs in _PARTS.items()}
     config: Any = layer_config(target_layer(target))
     kind: Any = AutoModel._model_mapping[type(config)]  # type: ignore[attr-defined]
@@ -142,7 +147,7 @@ def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Ten
     # By these patterns transformers finds the weights, for layers of released checkpoints alone.
     known = target._keys_to_ignore_on_load_unexpected or []
     patterns = [*known, *(rf"(^|\.)layers\.{before + n}\." for n in range(count))]
-    named: Any = copy.copy(target)
+    named: Any = _counting(target, count)
     named._keys_to_ignore_on_load_unexpected = patterns
     with _in_full(named, find_tensors(target, "|".join(patterns))) as readable:
         module: Any = MtpModel.from_pretrained(readable, device_map={"": "cpu"})
@@ -160,6 +165,27 @@ def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Ten
     for prefix, part in (("layers.0", layer.mtp_block), ("norm", layer.post_norm)):
         found |= {f"model.{prefix}.{name}": each for name, each in part.state_dict().items()}
     return found
+
+
+def _counting(target: PreTrainedModel, count: int) -> Any:
+    """A copy of a target whose config has what the class of transformers asks for: the number of
+    layers, and their kinds, which are that of the target's last layer where no config says so.
+
+    Raises:
+        ValueError: it does not say so, and the target's layers attend in several ways.
+    """
+    other: Any = copy.copy(target)
+    if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
+        return other
+    if not own_layer_is_known(target):
+        raise ValueError(_WINDOWS_UNKNOWN)
+    other.config = copy.deepcopy(target.config)
+    text = other.config.get_text_config(decoder=True)
+    text.num_mtp_layers = count
+    for name in ("layer_types", "mlp_layer_types"):
+        if types := getattr(text, name, None):
+            setattr(text, f"mtp_{name}", [types[-1]] * count)
+    return other
 
 
 @contextmanager

@@ -32,8 +32,10 @@ def _config(kind: Any, **sizes: Any) -> Any:
 CONFIGS = {
     "glm4": partial(_config, tf.Glm4MoeConfig),
     "deepseek-v3": partial(_config, tf.DeepseekV3Config, head_dim=..., **_LATENT),
+    "glm4-lite": partial(_config, tf.Glm4MoeLiteConfig, head_dim=..., **_LATENT),
 }
-"""Layers of both have experts; the second one's attention has latent keys and values."""
+"""Their layers have experts; attention of the last two has latent keys and values. Of the last one
+transformers has no field for the number of modules."""
 
 
 def with_module(kind: str, folder: Path, layers: int = 1) -> Any:
