@@ -39,7 +39,7 @@ INSIDE = ("medusa_head.", "hydra_head.")
 """What names of a drafter's tensors begin with inside of a whole model."""
 
 _OF_DRAFTERS = re.compile(
-    r"(model\.|encoder\.)?(fc|fusion_fc)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
+    r"(model\.|encoder\.)?(fc|fusion_fc|context_proj)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
     r"|\d+\.0\.linear\.weight|blocks\.0\.layers\.0\.weight"
     r"|(midlayer(\.0)?|(model\.)?layers\.0)\.hidden_norm\.weight|mtp_layers\.0\.input_proj\.weight"
     r"|pre_projection\.weight|(speculator\.)?(forget_)?emb\.0\.(0\.)?weight"

@@ -267,6 +267,9 @@ def windows_outside(form: Form) -> dict[str, Any]:
 
 ONE, TERM, FROM_ANCHOR = Form(layers=1), FORMS["DSpark"], FORMS["DSpark without a term"]
 VERIFIER = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(64, 32)}
+SIXTEEN = Form(block=16)
+UNSAID = {key: value for key, value in SIXTEEN.config.items() if key != "block_size"}
+TORCHSPEC = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "final_norm."}
 SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_label=True)
 
 
@@ -281,12 +284,14 @@ SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_la
         (Form(), Form().config, Form().tensors | VERIFIER),
         (FORMS["windows"], windows_outside(FORMS["windows"]), FORMS["windows"].tensors),
         (FROM_ANCHOR, SHIFTED, FROM_ANCHOR.tensors),
+        (SIXTEEN, UNSAID | {"model_type": "dflash"}, renamed(SIXTEEN, **TORCHSPEC)),
     ],
-    ids=["prefixed", "midlayer", "SpecForge's first", "verifier's", "windows outside", "shifted"],
+    ids=["prefixed", "midlayer", "SpecForge's first", "verifier's", "windows outside", "shifted",
+         "TorchSpec's"],
 )  # fmt: skip
 def test_other_ways_to_write_it(form: Form, config: Any, tensors: Any, tmp_path: Path) -> None:
     features = torch.randn(7, 64, dtype=torch.float64)
-    tokens = torch.randint(VOCAB, (16,)).tolist()
+    tokens = torch.randint(VOCAB, (30,)).tolist()
     expected = drafted(loaded(form, tmp_path / "usual"), features, tokens, 3)
     found: Any = load_drafter(write(tmp_path / "other", config, tensors), tiny("llama"))
     assert torch.equal(drafted(found.eval(), features, tokens, 3), expected)

@@ -57,10 +57,13 @@ _NAMES = {
     "layers.": "model.layers.", "midlayer.": "model.layers.0.",
     "logit_head.": "",  # in SpecForge's first ones
     "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",  # Muse Glimmer's
+    "context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm.",  # TorchSpec's
 }  # fmt: skip
 """What their names of tensors begin with, and ours, where these differ."""
 _UNUSED = ("confidence_head.", "verifier_")
 """What names begin with that are not read: the last are the target's own, for training alone."""
+_BLOCK = 16
+"""How many places a block has whose config does not say it, in the authors' code and SGLang."""
 _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 _MUSE_SAYS = {"is_causal": False}  # as its class in transformers has it, whatever a layer's type is
 _SPECULATORS = {"dflash": _DFLASH[-1], "dspark": _DSPARK[-1], "dflash2": _DFLASH2}
@@ -101,7 +104,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         )
     window = layer_config(config).get("sliding_window")
     check_neutral(said, {"attention_value_scale": 1, "swa_window_size": window})
-    token, block = said.get("mask_token_id"), said.get("block_size")
+    token, block = said.get("mask_token_id"), said.get("block_size", _BLOCK)
     layers = layer.get("num_hidden_layers", 1)
     whole = type(token) is int and type(block) is int
     if not whole or not block or found["fc.weight"].shape[1] != (len(read) or layers) * size:

@@ -16,7 +16,7 @@ from ...core import ArtifactError
 
 _PREFIX = "model.layers."
 _KNOWN = {None, "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "speculator_model"}
-_KNOWN |= {"muse_glimmer_assistant"}
+_KNOWN |= {"muse_glimmer_assistant", "dflash", "dspark", "qwen3_dspark"}  # the last three trainers'
 """Types of models whose layers compute what Llama's or Qwen3's do from tensors of these names."""
 
 
