@@ -13,14 +13,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from headstart.heads.core import loaded_whole
+from headstart.heads.core import causal_class, loaded_whole
 from headstart.heads.core.files import write_atomically
 from headstart.heads.core.layer_sizes import layer_configs
 from headstart.heads.parts.own_layers import attending_layers, keep_layers
@@ -178,7 +179,8 @@ def _write_model(
 ) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(shrunk(config, tokenizer), dtype=torch.float32)
+        small = shrunk(config, tokenizer)
+        model = causal_class(small).from_config(small, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -186,7 +188,8 @@ def _write_model(
 def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     """A config of the same architecture with `LAYERS` layers, 64 wide, for a tokenizer.
 
-    They are the first ones, or the first that attends in the place of the last of them.
+    They are the first ones, or the first that attends in the place of the last of them. Parts that
+    read images have one layer.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config(decoder=True)
@@ -206,7 +209,7 @@ def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreT
         if name in sizes and value is not None:
             setattr(text, name, sizes[name])
         elif isinstance(value, list) and len(value) == count:  # of something for every layer
-            setattr(text, name, value[:LAYERS])
+            setattr(text, name, (value + value[-1:] * LAYERS)[:LAYERS])
     if getattr(text, "is_heterogeneous", False):
         text.per_layer_config = {
             layer: {name: sizes.get(name, value) for name, value in each.items()}
@@ -217,6 +220,12 @@ def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreT
     rope = getattr(text, "rope_parameters", None) or {}
     if "original_max_position_embeddings" in rope:  # must stay below the extended context
         rope["original_max_position_embeddings"] = _CONTEXT // 2
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [2, 3, 3]  # of half a head
+    parts = (getattr(small, name, None) for name in small.sub_configs)
+    for part, name in product(parts, ("num_hidden_layers", "depth")):
+        if part is not None and part is not text and getattr(part, name, None):
+            setattr(part, name, 1)
     text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     text.pad_token_id = tokenizer.pad_token_id
     return small

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart.cli import main
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.heads.core import probe_layers
+from headstart.heads.core import causal_class, probe_layers
 from headstart.heads.families import FAMILIES, family
 from headstart.train.estimate import model_config
 from headstart.train.recipe import load_recipe, shipped_combinations, shipped_recipes
@@ -161,3 +162,31 @@ def test_targets_with_recurrent_layers_keep_one_that_attends(config: Any) -> Non
     assert model.num_parameters() < 1e6
     shapes = probe_layers(model.eval())
     assert any(shape.attends for shape in shapes) and any(shape.recurrent for shape in shapes)
+
+
+PATCHES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+WITH_IMAGES = {
+    "mistral3": lambda: tf.Mistral3Config(vision_config=PATCHES | {"model_type": "pixtral"}),
+    "gemma3": lambda: tf.Gemma3Config(vision_config=PATCHES),
+    "qwen2.5-vl": lambda: tf.Qwen2_5_VLConfig(
+        text_config={"rope_parameters": MROPE},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_targets_that_also_read_images_are_small(name: str) -> None:
+    """Also of fewer layers than `LAYERS`, whose lists for each layer are continued."""
+    given = WITH_IMAGES[name]()
+    text: Any = given.get_text_config(decoder=True)
+    text.num_hidden_layers = LAYERS - 1
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = types[: LAYERS - 1]
+    small: Any = shrunk(given, tiny_tokenizer(""))
+    model: Any = causal_class(small).from_config(small)
+    assert model(input_ids=torch.ones(1, 3).long()).logits.shape[1] == 3
+    assert len(model.get_decoder().layers) == LAYERS
+    vision = small.vision_config
+    assert getattr(vision, "depth", None) == 1 or vision.num_hidden_layers == 1
