@@ -283,10 +283,13 @@ SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_la
                  confidence_head="logit_head.confidence_head")),
         (Form(), Form().config, Form().tensors | VERIFIER),
         (FORMS["windows"], windows_outside(FORMS["windows"]), FORMS["windows"].tensors),
+        (FORMS["windows"], FORMS["windows"].in_speculators("dflash", layer_types=None),
+         FORMS["windows"].tensors),
         (FROM_ANCHOR, SHIFTED, FROM_ANCHOR.tensors),
         (SIXTEEN, UNSAID | {"model_type": "dflash"}, renamed(SIXTEEN, **TORCHSPEC)),
     ],
-    ids=["prefixed", "midlayer", "SpecForge's first", "verifier's", "windows outside", "shifted",
+    ids=["prefixed", "midlayer", "SpecForge's first", "verifier's", "windows outside",
+         "nothing outside", "shifted",
          "TorchSpec's"],
 )  # fmt: skip
 def test_other_ways_to_write_it(form: Form, config: Any, tensors: Any, tmp_path: Path) -> None:

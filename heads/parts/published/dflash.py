@@ -86,7 +86,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if architecture in _MUSE:
         config = _MUSE_SAYS | config
     if (inner := config.get("transformer_layer_config")) is not None:  # vLLM reads these outside
-        outside = {name: config[name] for name in _WINDOWS if name in config}
+        outside = {name: config[name] for name in _WINDOWS if config.get(name) is not None}
         config = config | {"transformer_layer_config": inner | outside}
     said: dict[str, Any] = config | (config.get("dflash_config") or {})
     _check_attention(found)
