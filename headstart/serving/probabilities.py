@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers.decoders import DecodeStream
-
 from headstart.heads.core.spelling import spell
 
 from .shapes import wrong
@@ -78,37 +76,31 @@ class Log:
     no part of the answer.
 
     Args:
-        tokenizer: that of `tokenizers`.
         stops: strings, none of them empty; ends: the end tokens.
-        before: the last tokens before the answer, whose text it continues.
-        skip: whether special tokens are left out of the text.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        stops: Sequence[str],
-        ends: set[int],
-        before: Sequence[int] = (),
-        skip: bool = True,
-    ):
-        self._tokenizer, self._ends, self._until = tokenizer, ends, UntilStop(stops)
-        self._stream = DecodeStream(list(before), skip_special_tokens=skip)
+    def __init__(self, stops: Sequence[str], ends: set[int]):
+        self._ends, self._until = ends, UntilStop(stops)
         self._length = self._said = 0  # characters: written, and of those certain to be said
         self._waiting: list[Told] = []
 
-    def add(self, emitted: Emitted) -> None:
-        """Take what a round emitted, with log-probabilities, for a single row."""
+    def add(self, emitted: Emitted, texts: Sequence[str]) -> None:
+        """Take what a round emitted, with log-probabilities, for a single row.
+
+        Args:
+            texts: what each token adds to the answer.
+        """
         found = emitted.logprobs
         assert found is not None
-        for place in range(int(emitted.count[0])):
+        for place, text in enumerate(texts):
             token = int(emitted.tokens[0, place])
             pairs = zip(
                 found.best_ids[0, place].tolist(), found.best[0, place].tolist(), strict=True
             )
+            if token in self._ends:
+                return
             told = Told(token, float(found.chosen[0, place]), tuple(pairs), self._length)
             self._waiting.append(told)
-            text = self._stream.step(self._tokenizer, token) or ""
             self._length += len(text)
             self._said += len(self._until.add(text))
 
@@ -120,10 +112,9 @@ class Log:
 
     def end(self) -> list[Told]:
         """The tokens that are left once no more follow."""
-        if self._until.met:
-            return self.take()
-        found, self._waiting = self._waiting, []
-        return found[:-1] if found and found[-1].token in self._ends else found
+        if not self._until.met:
+            self._said = self._length + 1
+        return self.take()
 
 
 class Spelling:

@@ -10,7 +10,6 @@ from transformers.cli.serving.utils import (
     ToolCall,
     _normalize_tool_call,
     get_response_template,
-    response_events_to_chunks,
 )
 from transformers.utils.chat_parsing import ResponseParser
 
@@ -18,11 +17,19 @@ _CALLS = "tool_calls"
 
 
 class Read(NamedTuple):
-    """The parts of an answer."""
+    """The parts of an answer, its text being that on all sides of thoughts and calls."""
 
     text: str
-    thoughts: str = ""
-    calls: Sequence[ToolCall] = ()
+    thoughts: str
+    calls: Sequence[ToolCall]
+
+    @classmethod
+    def of(cls, items: Sequence[Any]) -> Read:
+        """Those of what it was written in."""
+        calls = [item for item in items if isinstance(item, ToolCall)]
+        thoughts = [item for item in items if isinstance(item, ReasoningText)]
+        said = [item for item in items if not isinstance(item, ToolCall | ReasoningText)]
+        return cls("".join(said), "".join(thoughts), calls)
 
 
 class Reader(ResponseParser):
@@ -32,15 +39,6 @@ class Reader(ResponseParser):
     """
 
     _begun = 0  # where the present region begins in the buffer, with its mark
-
-    def read(self, text: str) -> Read:
-        """The parts of a whole answer, its text being that on all sides of thoughts and calls."""
-        events = [*self.initial_events, *self.feed(text), *self.finalize()[1]]
-        items = response_events_to_chunks(events)
-        thoughts = [item for item in items if isinstance(item, ReasoningText)]
-        calls = [item for item in items if isinstance(item, ToolCall)]
-        said = [item for item in items if not isinstance(item, ReasoningText | ToolCall)]
-        return Read("".join(said).strip(), "".join(thoughts).strip(), calls)
 
     def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         events = list[dict[str, Any]]()

@@ -58,16 +58,6 @@ class UntilStop:
         return 0
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """A whole text up to its first stop string.
-
-    >>> before_stop("one END two", ["END"])
-    'one '
-    """
-    until = UntilStop(stops)
-    return until.add(text) + until.end()
-
-
 class AtStop(StoppingCriteria):
     """Holds once an answer's text has a stop string; the prompt's text never counts.
 

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from tokenizers.decoders import DecodeStream
-from transformers.cli.serving.utils import (
-    DirectStreamer,
-    ReasoningText,
-    _GenerationCancelled,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import ReasoningText, response_events_to_chunks
 
 from headstart.infer import RoundStreamer
+from headstart.train.figures.pieces import Piece, PieceReader
 
 from .probabilities import Log, Told
+from .reading import Reader
 from .stops import UntilStop
 
 if TYPE_CHECKING:
     from headstart.infer import Emitted
 
-Left = _GenerationCancelled
-"""The error that ends an answer whose client has left."""
+_SPACE = " \t\r\n"
 
 
-class UntilLeft(RoundStreamer):
-    """Ends an answer that nobody waits for any longer; a log takes what is written meanwhile."""
-
-    def __init__(self, left: threading.Event, log: Log | None):
-        self._left, self._log = left, log
-
-    def put(self, value: Any) -> None:
-        if self._left.is_set():
-            raise Left
-
-    def put_round(self, emitted: Emitted) -> None:
-        self.put(None)
-        if self._log is not None:
-            self._log.add(emitted)
+class Left(Exception):
+    """Ends an answer whose client has left."""
 
 
 class Text(str):
@@ -55,82 +37,123 @@ class Thought(ReasoningText):
     told: Sequence[Told] = ()
 
 
-class Cut(DirectStreamer, RoundStreamer):
+class Cut(RoundStreamer):
     """Hands on what stands before the first stop string, in the text or in the thoughts before.
 
-    What a round wrote is handed on at once, since each piece costs the server as much. That an
-    answer has ended, its manager says.
+    What a round wrote is handed on at once, since each piece costs the server as much. A chat's
+    text and thoughts are without the space around them, which stands between marks of a template.
 
     Args:
+        say: takes each piece: a text, a thought, or a call of a tool.
+        left: ends the answer once it is set, as nobody waits for it any longer.
+        reader: tells text from thoughts and calls; without one all is text.
         log: where probabilities are asked for.
+        prompt: of the answer, if its text goes on from it.
+
+    Attributes:
+        total_tokens: of the answer so far.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        loop: Any,
-        pieces: Any,
-        parser: Any,
-        stops: Any,
+        say: Callable[[Any], None],
+        left: threading.Event,
+        reader: Reader | None = None,
+        stops: Sequence[str] = (),
         log: Log | None = None,
+        prompt: Sequence[int] = (),
     ):
+        self._texts = PieceReader(tokenizer, prompt, special=reader is not None)
+        self._say, self._left, self._reader, self._log = say, left, reader, log
         self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
-        self._log, self._begun = log, set[type]()
-        first = []
-        if parser is not None:  # what the prompt has begun of the answer
-            first, parser.initial_events = response_events_to_chunks(parser.initial_events), []
-        super().__init__(tokenizer, loop, pieces, response_parser=parser)
-        for item in first:
-            self._enqueue(item)
-
-    def continue_after(self, context: list[int]) -> None:
-        """Write what follows the text of these tokens; see `context_of`."""
-        if context:
-            self._decode_stream = DecodeStream(context, skip_special_tokens=self._parser is None)
+        self._begun, self._space = set[type](), ""  # kinds; what the last text may end with
+        self._first, self.total_tokens = True, 0
+        if reader is not None:  # what the prompt has begun of the answer
+            self._take(reader.initial_events)
+            reader.initial_events = []
 
     def put(self, value: Any) -> None:
-        super().put(value)
+        if self._left.is_set():
+            raise Left
+        if self._first:  # the prompt
+            self._first = False
+            return
+        self._write(value.tolist())
         self._end_round()
 
     def put_round(self, emitted: Emitted) -> None:
+        if self._left.is_set():
+            raise Left
+        texts = self._write(emitted.tokens[0, : emitted.count[0]].tolist())
         if self._log is not None:
-            self._log.add(emitted)
-        self.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
+            self._log.add(emitted, texts)
+        self._end_round()
 
     def end(self) -> None:
-        super().end()
+        self._read(_joined(self._texts.end()))
+        if self._reader is not None:
+            self._take(self._reader.finalize()[1])
+        self._add(self._until.end())
         self._end_round()
         if self._log is not None and (told := self._log.end()):
-            super()._enqueue(_with(told, ""))
+            self._say(_with(told, ""))
+
+    def cancel(self) -> None:
+        """End the answer with the round that is decoded now."""
+        self._left.set()
+
+    def _write(self, ids: list[int]) -> list[str]:
+        """Take tokens; the text that each of them makes whole."""
+        self.total_tokens += len(ids)
+        texts = [_joined(self._texts.add([token], [0])) for token in ids]
+        self._read("".join(texts))
+        return texts
+
+    def _read(self, text: str) -> None:
+        if self._reader is None:
+            self._enqueue(text)
+        elif text:
+            self._take(self._reader.feed(text))
+
+    def _take(self, events: list[dict[str, Any]]) -> None:
+        for item in response_events_to_chunks(events):
+            self._enqueue(item)
 
     def _enqueue(self, item: Any) -> None:
-        if not isinstance(item, str) or type(item) is not self._kind:
+        kind = type(item)
+        if kind is not self._kind:
             self._add(self._until.end())
-        if item is None:
-            return
+            self._space = ""
         if not isinstance(item, str):  # a call of a tool
             self._round.append(item)
             return
         self._kind = ReasoningText if isinstance(item, ReasoningText) else str
-        if self._parser is not None and self._kind not in self._begun:
-            item = item.lstrip()  # between marks of a template there are line ends
-        if item:
-            self._begun.add(self._kind)
         self._add(self._until.add(item))
 
     def _add(self, text: str) -> None:
-        if text and self._round and type(self._round[-1]) is self._kind:
+        if self._reader is not None:
+            text = self._space + text if self._kind in self._begun else text.lstrip(_SPACE)
+            self._space = text[len(text.rstrip(_SPACE)) :]
+            text = text.rstrip(_SPACE)
+        if not text:
+            return
+        self._begun.add(self._kind)
+        if self._round and type(self._round[-1]) is self._kind:
             text = self._round.pop() + text
-        if text:
-            self._round.append(self._kind(text))
+        self._round.append(self._kind(text))
 
     def _end_round(self) -> None:
         last = self._round[-1] if self._round else None
         if self._log is not None and isinstance(last, str) and (told := self._log.take()):
             self._round[-1] = _with(told, last)
         for item in self._round:
-            super()._enqueue(item)
+            self._say(item)
         self._round.clear()
+
+
+def _joined(pieces: Iterable[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def _with(told: Sequence[Told], piece: str) -> str:

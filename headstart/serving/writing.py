@@ -17,13 +17,13 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from headstart.heads.core import counted, end_tokens, trained_context
 from headstart.terminal import one_line
-from headstart.train.figures.pieces import context_of, continued
+from headstart.train.figures.pieces import context_of
 
 from .metrics import Metrics
 from .probabilities import Log, Spelling, Told
 from .reading import Read, reader_of
-from .stops import AtStop, before_stop
-from .streamers import Cut, Left, UntilLeft
+from .stops import AtStop
+from .streamers import Cut, Left
 
 if TYPE_CHECKING:
     from headstart.infer import Batcher, Grammar, Recorder, Stats
@@ -211,15 +211,11 @@ class Manager(GenerateManager):
 
         The parser of transformers is not used: it would lose what it cannot read.
         """
-        asked, context = asked_of(gen_config), _context(processor, inputs, gen_config)
-        tokenizer, reader = processor._tokenizer, None
-        if not asked.continues:
-            reader = reader_of(processor, model, inputs["input_ids"], asked.tools)
-        log = self._log(tokenizer, gen_config, context, reader is None)
-        streamer = Cut(tokenizer, self._loop, self.pieces, reader, asked.stops, log)
-        streamer.continue_after(context)
-        streamer._cancelled = self._left
-        run = self._generation(processor, inputs, gen_config, streamer)
+
+        def say(item: Any) -> None:
+            self._loop.call_soon_threadsafe(self.pieces.put_nowait, item)
+
+        streamer, run = self._generation(model, processor, inputs, gen_config, say)
 
         def work() -> None:
             last = None
@@ -230,7 +226,7 @@ class Manager(GenerateManager):
             except Exception as error:
                 print(f"error: {one_line(error)}", file=sys.stderr)
                 last = error
-            self._loop.call_soon_threadsafe(self.pieces.put_nowait, last)
+            say(last)
 
         in_thread(work)
         return self.pieces, streamer
@@ -239,54 +235,48 @@ class Manager(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
-        context, stops = _context(processor, inputs, gen_config), asked_of(gen_config).stops
-        log = self._log(processor._tokenizer, gen_config, context)
-        streamer = UntilLeft(self._left, log)
-        sequences = self._generation(processor, inputs, gen_config, streamer)()
-        self.told = [] if log is None else [*log.take(), *log.end()]
-        length = inputs["input_ids"].shape[-1]
-        ids = sequences[0, length:]
-        text = continued(processor, context, ids.tolist())
-        return before_stop(text, stops), length, ids
+        (text, *_), prompt, ids = self._whole(model, processor, inputs, gen_config)
+        return text, prompt, ids
 
     async def answer(self, model: Any, processor: Any, inputs: Any, config: Any) -> Answer:
         """A whole answer to a chat."""
-        said = await self.generate_non_streaming(model, processor, inputs, config, "")
-        text, prompt, ids = said
-        read, stops = Read(text), asked_of(config).stops
-        reader = reader_of(processor, model, inputs["input_ids"], asked_of(config).tools)
-        if reader is not None:
-            read = reader.read(processor.decode(ids))
-            read = Read(
-                before_stop(read.text, stops), before_stop(read.thoughts, stops), read.calls
-            )
+        read, prompt, ids = self._whole(model, processor, inputs, config)
         return Answer(read, prompt, len(ids))
+
+    def _whole(
+        self, model: Any, processor: Any, inputs: Any, config: Any
+    ) -> tuple[Read, int, list[int]]:
+        """An answer, which consists of what is streamed; its prompt's length, and its tokens."""
+        items = list[Any]()
+        _, run = self._generation(model, processor, inputs, config, items.append)
+        prompt, ids = inputs["input_ids"].shape[-1], run()[0].tolist()
+        self.told = [told for item in items for told in getattr(item, "told", ())]
+        return Read.of(items), prompt, ids[prompt:]
 
     def spelled(self, tokens: Sequence[Told], chat: bool) -> dict[str, Any]:
         """The `logprobs` of a choice."""
         spelling = self._writer.spelling
         return spelling.of_chat(tokens) if chat else spelling.of_completion(tokens)
 
-    def _log(
-        self, tokenizer: Any, config: Any, context: list[int], skip: bool = True
-    ) -> Log | None:
-        """What keeps the probabilities that a request asks for."""
-        asked = asked_of(config)
-        if asked.logprobs is None:
-            return None
-        return Log(tokenizer, asked.stops, self._writer.ends(config), context, skip)
-
     def _generation(
-        self, processor: Any, inputs: Any, config: Any, streamer: Any
-    ) -> Callable[[], Any]:
+        self, model: Any, processor: Any, inputs: Any, config: Any, say: Callable[[Any], None]
+    ) -> tuple[Cut, Callable[[], Any]]:
+        """What is told of an answer as it is written, and what writes it."""
         self._writer.limit(inputs, config)
-        prompt, criteria = inputs["input_ids"].shape[-1], list[AtStop]()
-        if stops := asked_of(config).stops:
-            context = _context(processor, inputs, config)
-            criteria = [AtStop(processor, stops, prompt, context)]
+        asked, prompt = asked_of(config), inputs["input_ids"]
+        reader, log, criteria = None, None, list[AtStop]()
+        before = prompt[0].tolist() if asked.continues else []
+        if not asked.continues:
+            reader = reader_of(processor, model, prompt, asked.tools)
+        if asked.logprobs is not None:
+            log = Log(asked.stops, self._writer.ends(config))
+        if asked.stops:
+            context = context_of(processor, before)
+            criteria = [AtStop(processor, asked.stops, prompt.shape[-1], context)]
+        streamer = Cut(processor, say, self._left, reader, asked.stops, log, before)
 
         def run() -> Any:
-            with self._writer.metrics.request(prompt, streamer) as watched:
+            with self._writer.metrics.request(prompt.shape[-1], streamer) as watched:
                 text = self._writer.generate(
                     **inputs, generation_config=config, stopping_criteria=criteria, streamer=watched
                 )
@@ -295,16 +285,10 @@ class Manager(GenerateManager):
                     # Handlers take an answer of that length for one that was cut.
                     config.max_new_tokens = None
                 watched.reason = "stop" if config.max_new_tokens is None else "length"
-                watched.stats, watched.written = self._writer.stats, text.shape[-1] - prompt
+                watched.stats, watched.written = self._writer.stats, text.shape[-1] - len(prompt[0])
             return text
 
-        return run
-
-
-def _context(tokenizer: Any, inputs: Any, config: Any) -> list[int]:
-    """The last tokens of a prompt whose text the answer continues; none of a chat."""
-    prompt = inputs["input_ids"][0].tolist() if asked_of(config).continues else ()
-    return context_of(tokenizer, prompt)
+        return streamer, run
 
 
 class State(GenerationState):

@@ -25,9 +25,11 @@ class Piece:
     tokens: int = 1
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Tokens as a text, in which special ones are left out."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def text_of(tokenizer: Any, ids: Sequence[int], special: bool = False) -> str:
+    """Tokens as a text, in which special ones are left out, unless they are asked for."""
+    return tokenizer.decode(
+        list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+    )
 
 
 def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
@@ -40,25 +42,20 @@ def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
     return [] if text_of(tokenizer, last).endswith(_UNFINISHED) else last
 
 
-def continued(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """What tokens add to the text of their prompt."""
-    before = context_of(tokenizer, prompt)
-    return text_of(tokenizer, [*before, *ids])[len(text_of(tokenizer, before)) :]
-
-
 class PieceReader:
     """Turns tokens into pieces as they come; joined, they are `tokenizer.decode` of all of them.
 
     (But for bytes that are no text, which some tokenizers judge only once they know what follows.)
-    Special tokens have no text. A character that several tokens spell is held back until it is
-    whole, so that no replacement character is shown and taken back.
+    A character that several tokens spell is held back until it is whole, so that no replacement
+    character is shown and taken back.
 
     Args:
         prompt: the tokens before; joined, the pieces are then what follows its text.
+        special: whether special tokens have a text.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), special: bool = False):
+        self._tokenizer, self._special = tokenizer, special
         self._before = context_of(tokenizer, prompt)  # decide how the next ones are written
         self._text_before = self._decode(self._before)
         self._waiting: list[int] = []
@@ -84,7 +81,7 @@ class PieceReader:
         return self._take(count, self._text(count)) if count else []
 
     def _decode(self, ids: list[int]) -> str:
-        return text_of(self._tokenizer, ids)
+        return text_of(self._tokenizer, ids, self._special)
 
     def _text(self, count: int) -> str:
         """What the first waiting tokens add to those before; alone they may look otherwise."""

@@ -118,24 +118,23 @@ def test_a_stop_string_is_not_in_thoughts_and_holds_no_call_back() -> None:
 
     from headstart.serving.streamers import Cut
 
-    said: Any = SimpleNamespace(items=[], put_nowait=lambda item: said.items.append(item))
-    loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, item: call(item))
     call = ToolCall("f", "{}")
     tokenizer: Any = speaker(256).tokenizer
 
     def written(*items: Any) -> list[Any]:
-        said.items = []
-        cut = Cut(tokenizer._tokenizer, loop, said, None, ["XY"])
+        said = list[Any]()
+        cut = Cut(tokenizer, said.append, threading.Event(), stops=["XY"])
         for item in items:
             cut._enqueue(item)
             cut._end_round()
-        return [(type(item), item) for item in said.items]
+        cut.end()
+        return [(type(item), item) for item in said]
 
     thought = ReasoningText
-    assert written(thought("aX"), "Yb", "cX", call, None) == [
+    assert written(thought("aX"), "Yb", "cX", call) == [
         (thought, "a"), (thought, "X"), (str, "Yb"), (str, "c"), (str, "X"), (ToolCall, call),
     ]  # fmt: skip
-    assert written(thought("aXY"), "b", None) == [(thought, "a")]
+    assert written(thought("aXY"), "b") == [(thought, "a")]
 
 
 def test_what_a_round_wrote_is_one_piece(client: Any) -> None:
@@ -497,23 +496,18 @@ said = lambda: print(*(each.name for each in threading.enumerate() if "answers" 
 atexit.register(said)  # called last
 from transformers import GenerationConfig
 from headstart.infer import Batcher
-from headstart.serving.streamers import UntilLeft
 from headstart.serving.writing import Manager, Writer, in_thread
 from tests.support.served import speaker
 
 batcher, begun = Batcher(speaker(512), 1), threading.Event()
 manager = Manager(Writer(batcher, "talker", None), None)
 
-class Begins(UntilLeft):
-    def put_round(self, emitted):
-        super().put_round(emitted)
-        begun.set()
-
 def answer():
     while True:
         inputs = batcher.tokenizer("once upon", return_tensors="pt")
         config = GenerationConfig(max_new_tokens=400)
-        manager._generation(batcher.tokenizer, inputs, config, Begins(manager._left, None))()
+        said = lambda item: begun.set()
+        manager._generation(batcher.model, batcher.tokenizer, inputs, config, said)[1]()
 
 in_thread(answer)
 begun.wait()

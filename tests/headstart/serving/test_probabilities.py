@@ -1,5 +1,7 @@
 """Log-probabilities of an answer are the target's own, of the tokens whose text it has."""
 
+import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 
 from headstart.infer import Emitted, LogProbabilities
+from headstart.train.figures.pieces import PieceReader
 from tests.support.chats import CHATML, chat_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -123,11 +126,13 @@ def told_of(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> list
     """The tokens that a log hands on after each of these, given one by one, and at the end."""
     from headstart.serving.probabilities import Log
 
-    log, found = Log(tokenizer._tokenizer, stops, {tokenizer.eos_token_id}), []
+    log, found = Log(stops, {tokenizer.eos_token_id}), []
+    reader = PieceReader(tokenizer)
     for place, token in enumerate(ids):
         best = np.array([[[token, 0]]]), np.array([[[-0.5, -np.inf]]])
         own = LogProbabilities(np.array([[-float(place)]]), *best)
-        log.add(Emitted(np.array([1]), np.array([1]), np.array([[token]]), logprobs=own))
+        text = "".join(piece.text for piece in reader.add([token], [0]))
+        log.add(Emitted(np.array([1]), np.array([1]), np.array([[token]]), logprobs=own), [text])
         found.append(log.take())
     return [*found, log.end()]
 
@@ -166,6 +171,27 @@ def test_a_part_of_a_character_is_called_by_its_bytes(make: Callable[[], Any]) -
     assert completion["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert completion["top_logprobs"][0]["bytes:\\xc3"] == -0.5
     assert spelling.of(tokenizer.eos_token_id) == ("</s>", b"</s>")
+
+
+def test_bytes_that_are_no_text_end_no_answer() -> None:
+    """A stream of `tokenizers` refuses some; and what is left of a character is told at the end."""
+    from headstart.serving.streamers import Cut
+
+    tokenizer, draw = pieces(), random.Random(0)
+
+    def written(*rounds: list[int]) -> str:
+        said = list[Any]()
+        cut = Cut(tokenizer, said.append, threading.Event())
+        for each in ([0], *rounds):
+            cut.put(torch.tensor(each))
+        cut.end()
+        return "".join(said)
+
+    for _ in range(200):
+        ids = [draw.randrange(2, len(tokenizer)) for _ in range(6)]
+        assert written(ids[:1], ids[1:4], ids[4:]) == written(ids)
+    broken: Any = tokenizer.convert_tokens_to_ids(["b", "<0x2D>", "<0xCA>", "▁", "<0xC3>"])
+    assert written(broken) == "b-\ufffd \ufffd"
 
 
 def test_tokens_that_may_begin_a_stop_string_are_held_back() -> None:

@@ -9,12 +9,15 @@ import torch
 from transformers.utils.import_utils import is_serve_available
 
 from headstart.infer.stats import Stats
+from tests.support.chats import CHATML, TOOLS
 from tests.support.served import served, speaker
 
 if not is_serve_available():
     pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
 
-from headstart.serving.reading import Reader
+from transformers.cli.serving.utils import response_events_to_chunks
+
+from headstart.serving.reading import Read, Reader
 
 CALLS = {
     "open_pattern": r"\s*<call>",
@@ -45,8 +48,8 @@ class Repeats:
 
     waiting = 0
 
-    def __init__(self) -> None:
-        spoken: Any = speaker(512)
+    def __init__(self, template: str = CHATML) -> None:
+        spoken: Any = speaker(512, template)
         self.model, self.tokenizer, self.stats = spoken.model, spoken.tokenizer, Stats()
         self.tokenizer.response_template = TEMPLATE
         self.stats.decode_seconds = 1.0
@@ -111,12 +114,42 @@ def test_line_ends_around_marks_are_left_out(client: Any, stream: bool) -> None:
     assert found == ("ab", "so", [], "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_stop_string_and_the_space_around_are_left_out(client: Any, stream: bool) -> None:
+    text = "<think>so it \n</think>\n\na b\n\n  c d \n"
+    assert chat(client, text, stream) == ("a b\n\n  c d", "so it", [], "stop")
+    assert chat(client, text, stream, stop="c")[:2] == ("a b", "so it")
+    assert chat(client, text, stream, stop=["\n\n  c", "x"])[:2] == ("a b", "so it")
+    assert chat(client, text, stream, stop="it")[:2] == ("", "so")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_the_tools_of_a_request_say_what_arguments_are(client: Any, stream: bool) -> None:
+    """Their types reach the parser of an answer, however it is sent."""
+    fields: Any = dict(TEMPLATE["fields"])
+    fields["tool_calls"] = {
+        "open_pattern": r"<call>(?P<name>\w+)",
+        "close": "</call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<(?P<key>\w)=(?P<value>[^>]*)>"},
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    batcher = Repeats(TOOLS)
+    batcher.tokenizer.response_template = {**TEMPLATE, "fields": fields}
+    with served(batcher) as client:
+        found = chat(client, "<call>f<a=1></call>", stream, tools=tools)
+    assert found[2] == [("f", '{"a": "1"}')]
+
+
 def test_several_calls_may_stand_in_one_region() -> None:
     each = {"name": "{name}", "arguments": "{arguments}"}
     calls = CALLS | {"transform": {"function": each}, "transform_each": True, "repeats": False}
     fields: dict[str, Any] = {**TEMPLATE["fields"], "tool_calls": calls}  # type: ignore[dict-item]
     reader = Reader({**TEMPLATE, "fields": fields}, prefix="")
-    read = reader.read(f"<call>[{F}, {G}]</call>")
+    events = [*reader.feed(f"<call>[{F}, {G}]</call>"), *reader.finalize()[1]]
+    read = Read.of(response_events_to_chunks(events))
     assert [call.name for call in read.calls] == ["f", "g"] and read.text == ""
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from headstart.serving.stops import AtStop, UntilStop, before_stop
+from headstart.serving.stops import AtStop, UntilStop
 from tests.support.chats import chat_tokenizer
 
 
@@ -25,7 +25,7 @@ def test_the_text_before_a_stop_string_is_that_of_the_whole(seed: int) -> None:
     stop = "".join(draw.choices("ab", k=draw.randint(1, 6)))
     until = UntilStop([stop])
     said = "".join(map(until.add, pieces_of(text, seed))) + until.end()
-    assert said == before_stop(text, [stop]) == text.partition(stop)[0]
+    assert said == text.partition(stop)[0]
 
 
 def test_no_more_is_held_back_than_may_begin_a_stop_string() -> None:
@@ -41,7 +41,7 @@ def test_nothing_follows_a_stop_string() -> None:
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert UntilStop([]).add("all of it") == before_stop("all of it", []) == "all of it"
+    assert UntilStop([]).add("all of it") == "all of it"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from headstart.show.drafted_text import DraftedText
-from headstart.train.figures.pieces import PieceReader, continued
+from headstart.train.figures.pieces import PieceReader
 
 TEXT = "def f(x):\n\treturn 'Zürich 東京 👩‍👩‍👧 e\u0301'\n"
 
@@ -88,8 +88,9 @@ def test_a_text_that_is_continued_keeps_the_space_before_it() -> None:
         pieces = [*reader.add(ids[at:], [0] * (20 - at)), *reader.end()]
         new = "".join(piece.text for piece in pieces)
         assert f"{tokenizer.decode(ids[:at])}{new}" == tokenizer.decode(ids)
-        assert continued(tokenizer, ids[:at], ids[at:]) == new
-    assert continued(tokenizer, [0], [4]) == " cat" and continued(tokenizer, [], [4]) == "cat"
+    for before, expected in (([0], " cat"), ([], "cat")):
+        (piece,) = PieceReader(tokenizer, before).add([4], [0])
+        assert piece.text == expected
 
 
 def test_half_a_character_before_a_text_is_passed_over() -> None:
@@ -99,11 +100,13 @@ def test_half_a_character_before_a_text_is_passed_over() -> None:
     assert "".join(piece.text for piece in pieces) == bytewise().decode([*rest, *b"b"])
 
 
-def test_special_tokens_have_no_text() -> None:
+def test_special_tokens_have_no_text_unless_they_are_asked_for() -> None:
     tokenizer = bytewise()
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     end: Any = tokenizer.eos_token_id
     assert text_of(tokenizer, [*b"a", end, *b"b", end]) == ["a", "b"]
+    found = PieceReader(tokenizer, special=True).add([*b"a", end, *b"b"], [0, 0, 0])
+    assert [piece.text for piece in found] == ["a", "<end>", "b"]
 
 
 @pytest.mark.parametrize(
