@@ -25,11 +25,12 @@ from transformers.cli.serving.server import build_server
 from headstart.terminal import one_line
 
 from .bounds import Bounds
-from .handlers import Chats, Completions, Responses, check_model
+from .handlers import Chats, Completions, check_model
+from .responses import Responses
 from .several import answers_to_each, merged, merged_stream
 from .shapes import check_text, shown
 from .streamers import Left
-from .writing import Manager, State, Writer, in_thread, returned, said_of
+from .writing import Manager, State, Writer, in_thread, log_failure, returned, said_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -114,35 +115,42 @@ class _Answers:
         loop = asyncio.get_running_loop()
         bodies = self._handler.each_answer(body)
         managers = [Manager(self._writer, loop) for _ in bodies]
-        request_id = request.state.request_id
+        name = f"{self._handler.begins}{request.state.request_id}"
+        # Each of several has an id of its own, which its calls of tools have theirs by.
+        names = [f"{name}-{number}" for number in range(len(bodies))] if bodies[1:] else [name]
 
-        def handled(body: dict[str, Any], manager: Manager) -> Awaitable[Any]:
+        def handled(body: dict[str, Any], manager: Manager, name: str) -> Awaitable[Any]:
             handler: Any = self._handler(self._model, State(manager))
             # In a thread, since it takes seconds to tokenize a prompt of megabytes.
-            working = in_thread(lambda: returned(handler.handle_request(body, request_id)))
+            working = in_thread(lambda: returned(handler.handle_request(body, name)))
             return asyncio.wrap_future(working)
 
         try:
-            working = asyncio.gather(*map(handled, bodies, managers))
+            working = asyncio.gather(*map(handled, bodies, managers, names))
             answers = await _while_there(request, working)
             if isinstance(answers[0], StreamingResponse):  # an error may come in place of a text
                 await _while_there(request, managers[0].pieces.begun())
         except BaseException as error:
             for manager in managers:
                 manager.cancel()
-            if not isinstance(error, Left):
+            if isinstance(error, Left):
+                return Response(status_code=_CLIENT_LEFT)
+            if not isinstance(error, Exception):
                 raise
-            return Response(status_code=_CLIENT_LEFT)
-        return answers[0] if len(answers) == 1 else _as_one(answers, body)
+            # If it went on, the connection would end, whose client may have sent the next request.
+            return await _refused(request, error)
+        return answers[0] if len(answers) == 1 else _as_one(answers, body, name)
 
 
-def _as_one(answers: list[Any], body: dict[str, Any]) -> Response:
+def _as_one(answers: list[Any], body: dict[str, Any], name: str) -> Response:
     """Several answers to one request, as the protocol has them."""
     count = answers_to_each(body)
     if isinstance(answers[0], StreamingResponse):
         streams = [answer.body_iterator for answer in answers]
-        return StreamingResponse(merged_stream(streams, count), media_type=answers[0].media_type)
-    return JSONResponse(merged([json.loads(bytes(each.body)) for each in answers], count))
+        return StreamingResponse(
+            merged_stream(streams, count, name), media_type=answers[0].media_type
+        )
+    return JSONResponse(merged([json.loads(bytes(each.body)) for each in answers], count, name))
 
 
 async def _body(request: Request, most: int) -> dict[str, Any]:
@@ -151,10 +159,12 @@ async def _body(request: Request, most: int) -> dict[str, Any]:
     Raises:
         ClientDisconnect: the client left before it was read.
         HTTPException: 415 for what does not say that it is JSON, which a page of any site may send
-            to this server; 413 for more than `most` bytes.
+            to this server, and for what is compressed; 413 for more than `most` bytes.
         ValueError: it is no JSON object of texts.
     """
     kind = request.headers.get("content-type", "")
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise HTTPException(415, f"Content-Encoding is {shown(coding)}; send the body as it is")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, f"Content-Type is {shown(kind)}; expected application/json")
     read, size = [], 0
@@ -200,6 +210,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, HTTPException):
         if isinstance(error, TemplateError):
             error = ValueError(f"the target's chat template refuses this chat: {one_line(error)}")
+        log_failure(error)
         status = 400 if isinstance(error, ValueError) else 500
         return JSONResponse({"error": said_of(error)}, status_code=status)
     message = str(error.detail)

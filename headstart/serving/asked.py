@@ -46,6 +46,8 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "previous_response_id": (lambda of: not of, _NONE_KEPT),
     "include": (lambda of: _PROBABILITIES not in of, "ask /v1/chat/completions for them"),
     "conversation": (lambda of: not of, _NONE_KEPT),
+    "context_management": (lambda of: not of, _NONE_KEPT),
+    "moderation": (lambda of: not of, "leave it out: nothing is moderated"),
     "background": (lambda of: of is False, "leave it out: the answer is sent when it is written"),
     "truncation": (lambda of: of == "disabled", "shorten the prompt yourself"),
 }

@@ -128,7 +128,7 @@ class Events:
     def _event(self, kind: str, **told: Any) -> str:
         event = {"type": kind, "sequence_number": self._count, **told}
         self._count += 1
-        return f"data: {json.dumps(event)}\n\n"
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
 
 def _part(text: str) -> dict[str, Any]:

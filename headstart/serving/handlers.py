@@ -1,10 +1,14 @@
-"""The handlers of one request: those of transformers, with what they drop refused or done."""
+"""The handlers of one request: those of transformers, with what they drop refused or done.
+
+That of /v1/responses is in `responses.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,18 +18,16 @@ from openai.types import CompletionUsage
 from transformers import BatchEncoding
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler, compute_usage
-from transformers.cli.serving.utils import BaseHandler, ReasoningText
+from transformers.cli.serving.utils import BaseHandler
 
 from headstart.train.figures.pieces import text_of
 
-from .asked import EXTRA, check_asked, check_fields
-from .events import Events
+from .asked import check_asked, check_fields
 from .forms import answer_form
 from .probabilities import Told, asked_probabilities
 from .several import END, each_answer
 from .shapes import biases_of, calls_of, check_ids, stops_of, with_known_roles, without_nulls
-from .writing import ASKED, Asked, said_of
+from .writing import ASKED, Asked, log_failure, said_of
 
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
@@ -40,18 +42,25 @@ def check_model(asked: Any, name: str | None) -> None:
         raise HTTPException(404, f"no model {asked!r} is served here; ask for {name!r}")
 
 
-class _Own(BaseHandler):
+def known(handler: Any) -> frozenset[str]:
+    """The fields that the protocol has for an endpoint."""
+    return frozenset(handler._valid_params_class.__mutable_keys__)
+
+
+class Handler(BaseHandler):
     """Reads a request as the protocol means it.
 
     A temperature above 0 samples; a seed is of its own request, whatever other requests do
     meanwhile; null is what was left out; and no answer is streamed unasked.
 
     Attributes:
-        asked_in: the field that a request must have.
+        asked_in: the field that a request must have; fields: those that it may have.
+        begins: what the id of an answer begins with.
         each_answer: makes requests for a single answer of one.
     """
 
-    asked_in = "messages"
+    asked_in, begins = "messages", ""
+    fields: Set[str] = frozenset()
     each_answer = staticmethod(each_answer)
     _config: Any = None  # of the request's generation
     _asked = Asked()
@@ -69,9 +78,7 @@ class _Own(BaseHandler):
     def _validate_request(self, body: dict[str, Any]) -> None:
         model: Any = self.model_manager
         check_model(body.get("model"), model.force_model)
-        known: Any = self._valid_params_class
-        check_fields(body, known.__mutable_keys__)
-        super()._validate_request({k: v for k, v in body.items() if k not in EXTRA})
+        check_fields(body, self.fields)
         if self.asked_in not in body:
             raise ValueError(f"{self.asked_in} is missing; expected what is to be answered")
         target, tokenizer = model.load_model_and_processor()
@@ -133,13 +140,21 @@ class _Own(BaseHandler):
         return tokens >= (self._config.max_new_tokens or tokens + 1)
 
 
-class _Ended(_Own):
+class _Ended(Handler):
     """Ends a stream as the protocol does, which some clients wait for.
 
     Where a request asks for its usage (`stream_options`), a chunk without choices tells it.
+
+    Attributes:
+        streamed: what a part of a stream is called.
     """
 
+    streamed = ""
     _usage_apart = False
+
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self._created = int(time.time())
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         options = body.get("stream_options")
@@ -165,18 +180,25 @@ class _Ended(_Own):
     def _spelled(self, told: Sequence[Told]) -> dict[str, Any]:
         return self._manager.spelled(told, self.asked_in == "messages")
 
-    def _build_chunk_sse(self, *given: Any, usage: Any = None, **options: Any) -> str:
-        build: Any = super()._build_chunk_sse  # type: ignore[misc]
-        if told := [token for piece in options.values() for token in getattr(piece, "told", ())]:
-            chunk = json.loads(build(*given, usage=usage, **options).removeprefix("data: "))
-            chunk["choices"][0]["logprobs"] = self._spelled(told)
-            return f"data: {json.dumps(chunk)}\n\n"
-        if usage is None or not self._usage_apart:
-            return build(*given, usage=usage, **options)
-        last = build(*given, **options)
-        chunk = json.loads(last.removeprefix("data: "))
-        told = chunk | {"choices": [], "usage": usage.model_dump(exclude_none=True)}
-        return f"{last}data: {json.dumps(told)}\n\n"
+    def _chunk(self, request_id: str, model: Any, usage: Any, choice: dict[str, Any]) -> str:
+        """A part of a stream, as the protocol has it; all parts tell one time."""
+        chunk = {"id": request_id, "object": self.streamed, "created": self._created}
+        chunk |= {"model": model, "choices": [{"index": 0, **choice}]}
+        if usage is None:
+            return _event(chunk)
+        told = {"usage": usage.model_dump(exclude_none=True)}
+        if self._usage_apart:
+            return _event(chunk) + _event(chunk | {"choices": []} | told)
+        return _event(chunk | told)
+
+    def _probabilities(self, piece: Any) -> dict[str, Any] | None:
+        """Those told with a piece of the answer."""
+        told = getattr(piece, "told", ())
+        return self._spelled(told) if told else None
+
+
+def _event(told: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(told)}\n\n"
 
 
 async def _with_end(parts: Any, before: str) -> AsyncIterator[Any]:
@@ -187,12 +209,35 @@ async def _with_end(parts: Any, before: str) -> AsyncIterator[Any]:
             async for part in parts:
                 yield part
         except Exception as error:
-            yield f"data: {json.dumps({'error': said_of(error)})}\n\n"
+            log_failure(error)
+            yield _event({"error": said_of(error)})
     yield END
 
 
 class Chats(_Ended, ChatCompletionHandler):
     """Of /v1/chat/completions."""
+
+    begins, streamed = "chatcmpl-", "chat.completion.chunk"
+    fields = known(ChatCompletionHandler)
+
+    def _build_chunk_sse(
+        self,
+        request_id: str = "",
+        content: str | None = None,
+        model: str | None = None,
+        role: str | None = None,
+        finish_reason: str | None = None,
+        tool_calls: list[Any] | None = None,
+        usage: Any = None,
+        reasoning_content: str | None = None,
+    ) -> str:
+        said = {"role": role, "content": content, "reasoning_content": reasoning_content}
+        delta: dict[str, Any] = {name: text for name, text in said.items() if text is not None}
+        if tool_calls:
+            delta["tool_calls"] = [call.model_dump(exclude_none=True) for call in tool_calls]
+        piece = content if reasoning_content is None else reasoning_content
+        choice = {"delta": delta, "logprobs": self._probabilities(piece)}
+        return self._chunk(request_id, model, usage, choice | {"finish_reason": finish_reason})
 
     async def _non_streaming(
         self,
@@ -234,7 +279,8 @@ class Chats(_Ended, ChatCompletionHandler):
 class Completions(_Ended, CompletionHandler):
     """Of /v1/completions: its prompt may be token ids, and stand before the answer (`echo`)."""
 
-    asked_in = "prompt"
+    asked_in, begins, streamed = "prompt", "cmpl-", "text_completion"
+    fields = known(CompletionHandler)
     _ids: list[int] | None = None
     _echoed = ""  # the prompt's text, where it is to stand before the answer
 
@@ -253,6 +299,17 @@ class Completions(_Ended, CompletionHandler):
             found["choices"][0]["text"] = self._echoed + found["choices"][0]["text"]
             return JSONResponse(found)
         return answer
+
+    def _build_chunk_sse(
+        self,
+        request_id: str,
+        model_id: str,
+        text: str = "",
+        finish_reason: str | None = None,
+        usage: Any = None,
+    ) -> str:
+        choice = {"text": text, "logprobs": self._probabilities(text)}
+        return self._chunk(request_id, model_id, usage, choice | {"finish_reason": finish_reason})
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         name, model, tokenizer = super()._resolve_model(body)
@@ -277,83 +334,3 @@ class _OfIds:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
-
-
-class Responses(_Own, ResponseHandler):
-    """Of /v1/responses."""
-
-    asked_in = "input"
-    each_answer = staticmethod(lambda body: [body])
-
-    @staticmethod
-    def _normalize_input(body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The request as messages; its instructions stand before a system message, if it has one.
-
-        That of transformers puts them in its place.
-        """
-        found = ResponseHandler._normalize_input({**body, "instructions": None})
-        instructions = body.get("instructions")
-        if instructions and found[0]["role"] == "system":
-            said = found[0]["content"]
-            parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
-            before = {"type": "text", "text": f"{instructions}\n\n"}
-            found[0] = {"role": "system", "content": [before, *parts]}
-        elif instructions:
-            found.insert(0, {"role": "system", "content": instructions})
-        return found
-
-    def _streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        body: dict[str, Any],
-        inputs: Any,
-        gen_config: Any,
-        gen_manager: Any,
-        tools: Any = None,
-    ) -> StreamingResponse:
-        pieces, streamer = gen_manager.generate_streaming(
-            model, processor, inputs, gen_config, request_id
-        )
-        events, prompt = Events(request_id, model_id, body), inputs["input_ids"].shape[-1]
-
-        async def told() -> AsyncIterator[str]:
-            yield events.begin()
-            try:
-                while (item := await pieces.get()) is not None:
-                    yield events.add(item)
-            except Exception as error:
-                yield events.fail(said_of(error)["message"])
-            else:
-                yield self._end(events, prompt, streamer.total_tokens)
-            finally:
-                streamer.cancel()
-
-        return StreamingResponse(told(), media_type="text/event-stream")
-
-    async def _non_streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        body: dict[str, Any],
-        inputs: Any,
-        gen_config: Any,
-        gen_manager: Any,
-        tools: Any = None,
-    ) -> JSONResponse:
-        answer = await gen_manager.answer(model, processor, inputs, gen_config)
-        events, (text, thoughts, calls) = Events(request_id, model_id, body), answer.read
-        for item in (ReasoningText(thoughts), text, *calls):
-            if item:
-                events.add(item)
-        self._end(events, answer.prompt, answer.written)
-        return JSONResponse(events.response)
-
-    def _end(self, events: Events, prompt: int, written: int) -> str:
-        return events.end(
-            compute_usage(prompt, written).model_dump(exclude_none=True), self._is_cut(written)
-        )

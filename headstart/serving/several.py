@@ -69,15 +69,16 @@ def _are_ids(value: list[Any]) -> bool:
     return bool(value) and all(type(each) is int for each in value)
 
 
-def merged(answers: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
+def merged(answers: Sequence[dict[str, Any]], count: int, name: str) -> dict[str, Any]:
     """One answer with the choices of all.
 
     Args:
+        name: the answer's id.
         count: so many of them follow one another to each prompt, whose tokens are counted once.
     """
     choices = [{**answer["choices"][0], "index": number} for number, answer in enumerate(answers)]
     usage = _added([answer["usage"] for answer in answers], count)
-    return {**answers[0], "choices": choices, "usage": usage}
+    return {**answers[0], "id": name, "choices": choices, "usage": usage}
 
 
 def _added(usages: Sequence[dict[str, int]], count: int) -> dict[str, int]:
@@ -90,11 +91,11 @@ def _added(usages: Sequence[dict[str, int]], count: int) -> dict[str, int]:
     }
 
 
-async def merged_stream(streams: Sequence[Any], count: int) -> AsyncIterator[str]:
+async def merged_stream(streams: Sequence[Any], count: int, name: str) -> AsyncIterator[str]:
     """One stream with the choices of all, each chunk as it comes; the last tells the usage.
 
     Args:
-        count: see `merged`.
+        count, name: see `merged`.
     """
     chunks: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
 
@@ -106,7 +107,7 @@ async def merged_stream(streams: Sequence[Any], count: int) -> AsyncIterator[str
         chunks.put_nowait((number, None))
 
     reading = [asyncio.ensure_future(read(*each)) for each in enumerate(streams)]
-    usages, going = dict[int, dict[str, int]](), len(reading)
+    usages, going, shared = dict[int, dict[str, int]](), len(reading), dict[str, Any]()
     try:
         while going:
             number, chunk = await chunks.get()
@@ -114,6 +115,9 @@ async def merged_stream(streams: Sequence[Any], count: int) -> AsyncIterator[str
                 going -= 1
             elif chunk and f"{chunk}\n\n" != END:
                 found = json.loads(chunk.removeprefix("data: "))
+                if "choices" in found:  # it is no error
+                    shared = shared or {"id": name, "created": found.get("created")}
+                    found |= shared
                 for choice in found.get("choices", ()):
                     choice["index"] = number
                 usage = found.pop("usage", None)

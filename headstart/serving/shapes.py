@@ -9,6 +9,8 @@ from typing import Any
 from headstart.terminal import is_utf8
 from headstart.train.data.parsing import TEXT_PARTS
 
+from .conversation import are_parts
+
 _FIELDS: dict[str, tuple[type, str]] = {
     "prompt": (str, "a text"),
     "messages": (list, "a list of messages"),
@@ -273,13 +275,15 @@ def _check_input(given: Any) -> None:
         return
     if not isinstance(given, list) or not given:
         raise wrong("input", given, "a text, or a list of messages")
-    if isinstance(given[0], dict) and "role" not in given[0]:
+    if are_parts(given):
         _check_content(given, "input")
         return
     for number, item in enumerate(given):
         at, kind = f"input[{number}]", item.get("type") if isinstance(item, dict) else None
         if kind == "reasoning":
             thoughts = item.get("content") or []
+            if isinstance(thoughts, str):
+                raise wrong(f"{at}.content", thoughts, "a list of parts")
             _check_content(thoughts, f"{at}.content", frozenset({"reasoning_text"}))
         elif kind in _CALLS:
             for name in _CALLS[kind]:

@@ -7,6 +7,7 @@ import atexit
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -65,6 +66,14 @@ def said_of(error: Exception) -> dict[str, str]:
         return {"message": one_line(error), "type": "invalid_request_error"}
     failed = f"the server could not write this answer ({type(error).__name__})"
     return {"message": failed, "type": "server_error"}
+
+
+def log_failure(error: Exception) -> None:
+    """Print where the server failed, but not in the words of an error, which may quote a text."""
+    if not isinstance(error, ValueError):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{place.filename}:{place.lineno}"
+        print(f"error: an answer failed with {type(error).__name__} at {at}", file=sys.stderr)
 
 
 _WAITS = 5.0  # seconds in which answers end when the interpreter ends
@@ -224,7 +233,6 @@ class Manager(GenerateManager):
             except Left:
                 pass
             except Exception as error:
-                print(f"error: {one_line(error)}", file=sys.stderr)
                 last = error
             say(last)
 

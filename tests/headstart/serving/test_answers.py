@@ -1,6 +1,7 @@
 """Answers without their stop strings, errors in the protocol's form, and clients that leave."""
 
 import asyncio
+import gzip
 import http.client
 import json
 import os
@@ -30,7 +31,8 @@ if not is_serve_available():
 
 from transformers.cli.serving.utils import Modality
 
-from headstart.serving.handlers import Chats, Responses
+from headstart.serving.handlers import Chats
+from headstart.serving.responses import Responses
 
 STORIES = SHARED / "models" / "stories260k"
 ASKED = [{"role": "user", "content": "say something"}]
@@ -275,6 +277,8 @@ def test_null_and_nothing_are_the_same(client: Any) -> None:
         ("/v1/chat/completions", "[" * 100_000, "POST", 400, "JSON|nested"),
         ("/v1/chat/completions", "{}", "POST", 400, "messages"),
         ("/v1/responses", {"model": "talker"}, "POST", 400, "input"),
+        ("/v1/responses", {"input": "a", "prompt": "b"}, "POST", 400, "'prompt' is no field"),
+        ("/v1/responses", {"input": "a", "moderation": {"a": 1}}, "POST", 400, "moderation is"),
         ("/v1/embeddings", {"input": "a"}, "POST", 404, "/v1/embeddings is not served here"),
         ("/v1/chat/completions", "", "GET", 405, "GET /v1/chat/completions is not served"),
     ],
@@ -328,6 +332,14 @@ def test_what_a_page_of_any_site_may_send_is_refused(client: Any, kind: str) -> 
     assert status == 415 and message.endswith("expected application/json")
     asked = {"prompt": "a", "max_tokens": 1}
     assert post(client, "/v1/completions", asked, kind="Application/JSON; charset=utf-8")[0] == 200
+
+
+def test_a_compressed_body_is_refused_as_such(client: Any) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
+    kinds = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    connection.request("POST", "/v1/completions", gzip.compress(b"{}"), kinds)
+    answer = connection.getresponse()
+    assert answer.status == 415 and "Content-Encoding is 'gzip'" in answer.read().decode()
 
 
 def test_a_body_that_is_too_large_is_not_kept(client: Any) -> None:
@@ -448,9 +460,30 @@ def test_an_error_of_a_stream_is_an_object(error: Exception, status: int, said: 
         assert said in json.loads(last)["error"]["message"]
         body = {"model": "talker", "input": "say something", "stream": True}
         found, text = post(client, "/v1/responses", body)
-        events = [json.loads(each.removeprefix("data: ")) for each in text.split("\n\n")[:-1]]
+        parts = [each.partition("\ndata: ") for each in text.split("\n\n")[:-1]]
+        events = [json.loads(data) for _, _, data in parts]
+        assert [name for name, _, _ in parts] == [f"event: {each['type']}" for each in events]
         assert [each["type"] for each in events[-2:]] == ["error", "response.failed"]
         assert said in events[-2]["message"]
+
+
+def test_a_failure_leaves_the_connection_and_tells_no_text(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for after in (0, 2):
+        with served(Scripted(ends(RuntimeError("a secret text"), after))) as client:
+            connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
+            kept = None
+            for stream in (False, True):
+                sent = json.dumps(BODY | {"stream": stream})
+                kind = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/chat/completions", sent, kind)
+                assert "could not write this answer" in connection.getresponse().read().decode()
+                assert connection.sock is not None and kept in (None, connection.sock)
+                kept = connection.sock
+    said = capfd.readouterr().err
+    assert said.count("error: an answer failed with RuntimeError at ") == 4
+    assert "secret" not in said and "Traceback" not in said
 
 
 def test_others_are_answered_while_a_long_prompt_is_tokenized() -> None:

@@ -143,6 +143,18 @@ def test_the_tools_of_a_request_say_what_arguments_are(client: Any, stream: bool
     assert found[2] == [("f", '{"a": "1"}')]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_each_call_of_several_answers_has_its_own_id(client: Any, stream: bool) -> None:
+    asked = [{"role": "user", "content": ONE + ONE}]
+    found = client.chat.completions.create(model="talker", messages=asked, n=2, stream=stream)
+    parts = list(found) if stream else [found]
+    said = [
+        getattr(each, "delta" if stream else "message") for part in parts for each in part.choices
+    ]
+    names = [call.id for each in said for call in each.tool_calls or ()]
+    assert len(set(names)) == len(names) == 4
+
+
 def test_several_calls_may_stand_in_one_region() -> None:
     each = {"name": "{name}", "arguments": "{arguments}"}
     calls = CALLS | {"transform": {"function": each}, "transform_each": True, "repeats": False}

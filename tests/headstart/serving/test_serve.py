@@ -212,6 +212,11 @@ def test_penalties_of_the_protocol_are_those_of_generate(client: Any, spoken: An
     assert len(texts) == 3
     chat = ask(client, max_tokens=40, temperature=0, frequency_penalty=2).choices[0]
     assert chat.message.content != own_text(spoken, 40)
+    more: dict[str, Any] = {"presence_penalty": 1.5, "logit_bias": {"65": 2}, "stop": "q"}
+    chat = ask(client, max_tokens=40, temperature=0, **more)
+    asked = {"input": ASKED, "max_output_tokens": 40, "temperature": 0}
+    found = client.responses.create(model="talker", **asked, extra_body=more)
+    assert found.output_text == chat.choices[0].message.content != ""
 
 
 def test_options_that_ask_for_nothing_are_taken(client: Any) -> None:

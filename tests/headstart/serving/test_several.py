@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -85,6 +86,26 @@ def test_an_echo_is_the_prompt_before_the_answer(client: Any, spoken: Any) -> No
     assert both.choices[1].text.startswith("a time") and both.choices[0].text.startswith("once")
 
 
+def test_all_parts_of_an_answer_have_one_id_and_time(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the clock goes on meanwhile."""
+    import time
+
+    now = itertools.count(1000)
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], **TEXT}
+    for create, given, begins in (
+        (client.chat.completions.create, asked, "chatcmpl-"),
+        (client.completions.create, {"prompt": "a", **TEXT}, "cmpl-"),
+    ):
+        for count in (1, 2):
+            parts = list(create(**given, n=count, stream=True))
+            assert len(parts) > 2 and len({(part.id, part.created) for part in parts}) == 1
+            assert parts[0].id.startswith(begins)
+            assert create(**given, n=count).id.startswith(begins)
+
+
 def test_each_of_several_has_its_own_probabilities(client: Any) -> None:
     found = client.completions.create(prompt=["once upon", "a time"], logprobs=1, n=2, **TEXT)
     for choice in found.choices:
@@ -147,7 +168,7 @@ def test_a_client_that_leaves_ends_every_answer() -> None:
             left.append(number)
 
     async def leave() -> set[int]:
-        stream: Any = merged_stream([answer(0), answer(1)], 2)
+        stream: Any = merged_stream([answer(0), answer(1)], 2, "name")
         seen = {json.loads((await anext(stream))[6:])["choices"][0]["index"] for _ in range(9)}
         await stream.aclose()
         return seen

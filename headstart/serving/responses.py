@@ -1,0 +1,84 @@
+"""The handler of a request to /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers.cli.serving.response import ResponseHandler, compute_usage
+from transformers.cli.serving.utils import ReasoningText
+
+from .conversation import messages_of
+from .events import Events
+from .handlers import Handler, known
+from .writing import log_failure, said_of
+
+_SHARED = {"presence_penalty", "frequency_penalty", "logit_bias", "stop"}
+
+
+class Responses(Handler, ResponseHandler):
+    """Of /v1/responses, which takes settings that others take as well."""
+
+    asked_in = "input"
+    fields = (known(ResponseHandler) | _SHARED) - {"prompt"}
+    each_answer = staticmethod(lambda body: [body])
+
+    _normalize_input = staticmethod(messages_of)
+
+    def _streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        body: dict[str, Any],
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Any,
+        tools: Any = None,
+    ) -> StreamingResponse:
+        pieces, streamer = gen_manager.generate_streaming(
+            model, processor, inputs, gen_config, request_id
+        )
+        events, prompt = Events(request_id, model_id, body), inputs["input_ids"].shape[-1]
+
+        async def told() -> AsyncIterator[str]:
+            yield events.begin()
+            try:
+                while (item := await pieces.get()) is not None:
+                    yield events.add(item)
+            except Exception as error:
+                log_failure(error)
+                yield events.fail(said_of(error)["message"])
+            else:
+                yield self._end(events, prompt, streamer.total_tokens)
+            finally:
+                streamer.cancel()
+
+        return StreamingResponse(told(), media_type="text/event-stream")
+
+    async def _non_streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        body: dict[str, Any],
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Any,
+        tools: Any = None,
+    ) -> JSONResponse:
+        answer = await gen_manager.answer(model, processor, inputs, gen_config)
+        events, (text, thoughts, calls) = Events(request_id, model_id, body), answer.read
+        for item in (ReasoningText(thoughts), text, *calls):
+            if item:
+                events.add(item)
+        self._end(events, answer.prompt, answer.written)
+        return JSONResponse(events.response)
+
+    def _end(self, events: Events, prompt: int, written: int) -> str:
+        return events.end(
+            compute_usage(prompt, written).model_dump(exclude_none=True), self._is_cut(written)
+        )
