@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import uuid
 from collections.abc import Awaitable
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST as METRICS_TYPE
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import X_REQUEST_ID
 
 from headstart.terminal import one_line
 
@@ -34,7 +37,7 @@ from .writing import Manager, State, Writer, in_thread, log_failure, returned, s
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from headstart.infer import Batcher, Recorder
 
@@ -76,9 +79,33 @@ def server_of(
 
     for kind in (ValueError, HTTPException, TemplateError, Exception):
         app.add_exception_handler(kind, _refused)
+    # In place of the one of transformers, which costs each chunk of a stream several tasks' turns.
+    app.user_middleware.clear()
+    app.add_middleware(_WithId)
     if key is not None:
         app.add_middleware(_WithKey, key=key)
     return app
+
+
+class _WithId:
+    """Gives each request an id, that of its header if it has one, and tells it with the answer."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = Request(scope).headers.get(X_REQUEST_ID) or str(uuid.uuid4())
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[X_REQUEST_ID] = name
+            await send(message)
+
+        await self._app(scope, receive, sent)
 
 
 class _WithKey:

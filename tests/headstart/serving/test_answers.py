@@ -334,6 +334,17 @@ def test_what_a_page_of_any_site_may_send_is_refused(client: Any, kind: str) -> 
     assert post(client, "/v1/completions", asked, kind="Application/JSON; charset=utf-8")[0] == 200
 
 
+def test_an_answer_has_the_id_of_its_request(client: Any) -> None:
+    for given in ("mine", None):
+        connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
+        kinds = {"Content-Type": "application/json"} | ({"X-Request-Id": given} if given else {})
+        connection.request("POST", "/v1/completions", '{"prompt": "a", "max_tokens": 1}', kinds)
+        answer = connection.getresponse()
+        name = ", ".join(answer.headers.get_all("x-request-id") or ())
+        assert json.loads(answer.read())["id"] == f"cmpl-{name}"
+        assert name == given if given else len(name) == 36
+
+
 def test_a_compressed_body_is_refused_as_such(client: Any) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
     kinds = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
