@@ -20,6 +20,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler
 
+from headstart.train.data.tokenising import prompt_tokens
 from headstart.train.figures.pieces import text_of
 
 from .asked import check_asked, check_fields
@@ -313,7 +314,7 @@ class Completions(_Ended, CompletionHandler):
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         name, model, tokenizer = super()._resolve_model(body)
-        return name, model, tokenizer if self._ids is None else _OfIds(tokenizer, self._ids)
+        return name, model, _OfPrompt(tokenizer, self._ids)
 
     def _before(self, request_id: str) -> str:
         model: Any = self.model_manager
@@ -322,13 +323,19 @@ class Completions(_Ended, CompletionHandler):
         return self._build_chunk_sse(request_id, model.force_model, text=self._echoed)
 
 
-class _OfIds:
-    """A tokenizer that makes these token ids of any text, and does all else as another one."""
+class _OfPrompt:
+    """A tokenizer that adds nothing behind a prompt, and does all else as another one.
 
-    def __init__(self, tokenizer: Any, ids: list[int]):
+    Args:
+        ids: the prompt, if it is not given as a text.
+    """
+
+    def __init__(self, tokenizer: Any, ids: list[int] | None):
         self._own, self._ids = tokenizer, ids
 
     def __call__(self, text: str, **options: Any) -> BatchEncoding:
+        if self._ids is None:
+            return prompt_tokens(self._own, text, special=True)
         ids = torch.tensor([self._ids])
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 

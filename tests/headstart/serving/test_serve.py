@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 from transformers.utils.import_utils import is_serve_available
 
@@ -217,6 +218,21 @@ def test_penalties_of_the_protocol_are_those_of_generate(client: Any, spoken: An
     asked = {"input": ASKED, "max_output_tokens": 40, "temperature": 0}
     found = client.responses.create(model="talker", **asked, extra_body=more)
     assert found.output_text == chat.choices[0].message.content != ""
+
+
+def test_a_prompt_is_without_the_end_that_a_tokenizer_adds() -> None:
+    """Its answer would begin a new text."""
+    spoken = speaker(256)
+    tokenizer: Any = spoken.tokenizer
+    names = ["<s>", "<|im_end|>"]
+    added = list(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A <|im_end|>", None, added)
+    asked: dict[str, Any] = {"model": "talker", "max_tokens": 9, "temperature": 0}
+    with served(Batcher(spoken, 1)) as client:
+        ids = [added[0][1], *tokenizer.encode("hi", add_special_tokens=False)]
+        text, same = (client.completions.create(prompt=each, **asked) for each in ("hi", ids))
+    assert text.choices[0].text == same.choices[0].text
+    assert text.usage.prompt_tokens == same.usage.prompt_tokens == 3
 
 
 def test_options_that_ask_for_nothing_are_taken(client: Any) -> None:
