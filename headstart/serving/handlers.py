@@ -89,8 +89,9 @@ class Handler(BaseHandler):
 
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
         chat = body.get("messages")
-        if not all(isinstance(message.get("content"), str) for message in chat or [{}]):
-            chat = None  # with tools or parts: the prompt alone is kept
+        plain = all(isinstance(message.get("content"), str) for message in chat or [{}])
+        if not plain or body.get("tools") or body.get("chat_template_kwargs"):
+            chat = None  # its messages alone would be another prompt: the prompt itself is kept
         ours = ("seed", "stop", "logit_bias", *_PENALTIES)
         theirs = {name: value for name, value in body.items() if name not in ours}
         config = super()._build_generation_config(theirs, *given, **options)

@@ -18,6 +18,8 @@ from transformers.utils.import_utils import is_serve_available
 from headstart.cli import main
 from headstart.commands.serve import _bound, _url
 from headstart.infer import Batcher, Recorder, Speculator
+from headstart.train.data.parsing import parse_row
+from tests.support.chats import TOOLS
 from tests.support.served import served, speaker
 
 pytestmark = pytest.mark.skipif(
@@ -100,6 +102,26 @@ def test_an_answer_is_recorded_with_its_chat(client: Any, record: Path) -> None:
     assert chat["messages"] == [*ASKED, said] and len(chat["token_ids"]) <= 9
     assert chat["sampling"]["temperature"] == 1.1 and streamed["sampling"] == {"temperature": 0}
     assert streamed["messages"][:-1] == ASKED and plain["prompt"] == "once upon"
+
+
+def test_a_chat_that_its_messages_alone_do_not_give_is_recorded_as_its_prompt(
+    tmp_path: Path,
+) -> None:
+    """Rendered again, it would be without its tools, or settings of its template."""
+    template = TOOLS + "{% if brief %}brief{% endif %}"
+    spoken, file = speaker(CONTEXT, template), tmp_path / "traffic.jsonl"
+    batcher, tokenizer = Batcher(spoken, 1), spoken.tokenizer
+    assert tokenizer is not None
+    tool: Any = {"type": "function", "function": {"name": "find"}}
+    with served(batcher, Recorder(file, batcher)) as client:
+        for given in ({"tools": [tool]}, {"chat_template_kwargs": {"brief": True}}):
+            more: Any = {"logit_bias": {spoken.model.config.eos_token_id: -100}, **given}
+            ask(client, max_tokens=9, extra_body=more)
+    tools, brief = recorded(file, 2)
+    for line, part in ((tools, '"find"'), (brief, "brief")):
+        assert "messages" not in line and part in line["prompt"]
+        assert tokenizer.encode(line["prompt"]) == line["prompt_token_ids"]
+        assert parse_row(line, "0").ids == [line["prompt_token_ids"], line["token_ids"]]
 
 
 def test_a_temperature_samples_and_a_seed_repeats_it(client: Any, spoken: Any) -> None:
