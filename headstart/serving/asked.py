@@ -27,7 +27,6 @@ _TEMPLATE = "give chat_template_kwargs, if the model's template has a setting fo
 _TEXT_ALONE = "leave it out: text alone is written"
 _NONE_KEPT = "send the whole conversation: none is kept"
 _CALLS = "leave it out: the model decides how many functions it calls"
-_PROBABILITIES = "message.output_text.logprobs"
 _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     # what of it asks for nothing, and what to do in place of it
     "best_of": (lambda n: n == 1, "leave it out: n answers are written, and all are returned"),
@@ -44,7 +43,6 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reasoning_effort": (lambda of: False, _TEMPLATE),
     "reasoning": (lambda of: not any(of.values()), _TEMPLATE),
     "previous_response_id": (lambda of: not of, _NONE_KEPT),
-    "include": (lambda of: _PROBABILITIES not in of, "ask /v1/chat/completions for them"),
     "conversation": (lambda of: not of, _NONE_KEPT),
     "context_management": (lambda of: not of, _NONE_KEPT),
     "moderation": (lambda of: not of, "leave it out: nothing is moderated"),

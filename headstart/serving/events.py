@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-_ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "top_p")
+from .probabilities import Told
+
+_ECHOED = (
+    *("instructions", "max_output_tokens", "metadata", "temperature", "text", "top_logprobs"),
+    "top_p",
+)
 _CUT = {"reason": "max_output_tokens"}
 
 
@@ -20,12 +25,20 @@ class Events:
 
     Args:
         body: the request, whose settings are told with the answer.
+        spell: how the probabilities of tokens are told.
     """
 
-    def __init__(self, request_id: str, model: str, body: Mapping[str, Any]):
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: Mapping[str, Any],
+        spell: Callable[[Sequence[Told]], list[Any]],
+    ):
         self._id, self._count, self._output = request_id, 0, list[dict[str, Any]]()
         self._open = False  # whether the last item goes on
-        self._text = ""  # of the last item
+        self._text, self._spell = "", spell
+        self._told = list[Any]()  # probabilities of the last item, as its text
         self._response: dict[str, Any] = {
             "id": f"resp_{request_id}", "object": "response", "created_at": int(time.time()),
             "model": model, "tools": body.get("tools") or [],
@@ -43,12 +56,16 @@ class Events:
         if isinstance(item, ToolCall):
             return self._close() + self._call(item)
         kind = "reasoning" if isinstance(item, ReasoningText) else "message"
+        if not item and not self._open:  # probabilities of a text that nothing was left of
+            return ""
         before = ""
         if not self._open or self._output[-1]["type"] != kind:
             before = self._close() + self._begin(kind)
         self._text += item
+        told = self._spell(getattr(item, "told", ()))
+        self._told += told
         name = "reasoning_text" if kind == "reasoning" else "output_text"
-        extra = {} if kind == "reasoning" else {"logprobs": []}
+        extra = {} if kind == "reasoning" else {"logprobs": told}
         return before + self._in_item(f"{name}.delta", delta=item, **extra)
 
     def end(self, usage: Mapping[str, Any], cut: bool) -> str:
@@ -78,10 +95,10 @@ class Events:
         item = {"id": name, "type": kind, "status": "in_progress", "content": []}
         item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
         self._output.append(item)
-        self._open, self._text = True, ""
+        self._open, self._text, self._told = True, "", []
         said = self._of_item("added")
         if kind == "message":
-            said += self._in_item("content_part.added", part=_part(""))
+            said += self._in_item("content_part.added", part=_part("", []))
         return said
 
     def _close(self, status: str = "completed") -> str:
@@ -93,8 +110,8 @@ class Events:
             item["content"] = [{"type": "reasoning_text", "text": self._text}]
             said = self._in_item("reasoning_text.done", text=self._text)
         else:
-            item["content"] = [part := _part(self._text)]
-            said = self._in_item("output_text.done", text=self._text, logprobs=[])
+            item["content"] = [part := _part(self._text, self._told)]
+            said = self._in_item("output_text.done", text=self._text, logprobs=self._told)
             said += self._in_item("content_part.done", part=part)
         item["status"] = status
         return said + self._of_item("done")
@@ -131,5 +148,5 @@ class Events:
         return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, told: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}

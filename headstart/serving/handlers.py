@@ -26,6 +26,7 @@ from headstart.train.figures.pieces import text_of
 from .asked import check_asked, check_fields
 from .forms import answer_form
 from .probabilities import Told, asked_probabilities
+from .reading import Read
 from .several import END, each_answer
 from .shapes import biases_of, calls_of, check_ids, stops_of, with_known_roles, without_nulls
 from .writing import ASKED, Asked, log_failure, said_of
@@ -116,6 +117,7 @@ class Handler(BaseHandler):
             continues="prompt" in body,
             stops=tuple(stops),
             logprobs=asked_probabilities(body),
+            of_text="input" in body,
             grammar=self._grammar,
             tools=body.get("tools", ()),
             **{name: float(body.get(name, 0)) for name in _PENALTIES},
@@ -253,18 +255,19 @@ class Chats(_Ended, ChatCompletionHandler):
         tools: Any = None,
     ) -> JSONResponse:
         answer = await gen_manager.answer(model, processor, inputs, gen_config)
+        read = Read.of(answer.items)
         calls: Any = [
             {
                 "id": f"{request_id}_tool_call_{number}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for number, call in enumerate(answer.read.calls)
+            for number, call in enumerate(read.calls)
         ]
         reason = "length" if self._is_cut(answer.written) else "stop"
         found = self._build_completion(
             request_id,
-            answer.read.text,
+            read.text,
             model_id,
             finish_reason="tool_calls" if calls else reason,
             usage=CompletionUsage(
@@ -273,7 +276,7 @@ class Chats(_Ended, ChatCompletionHandler):
                 total_tokens=answer.prompt + answer.written,
             ),
             tool_calls=calls or None,
-            reasoning_content=answer.read.thoughts or None,
+            reasoning_content=read.thoughts or None,
         )
         return JSONResponse(found)
 

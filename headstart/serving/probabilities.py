@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 MOST = 20
 """Of the most likely tokens, so many are told at most; as many as of OpenAI and vLLM."""
 
+_INCLUDED = "message.output_text.logprobs"
 _IMPOSSIBLE = -9999.0  # in the place of -inf, which JSON has no number for; vLLM says the same
 
 
@@ -24,8 +26,9 @@ def asked_probabilities(body: Mapping[str, Any]) -> int | None:
     probabilities at all.
 
     Args:
-        body: of /v1/chat/completions, where `logprobs` is a truth and `top_logprobs` the number, or
-            of /v1/completions, where `logprobs` is the number; others have none.
+        body: of /v1/chat/completions, where `logprobs` is a truth and `top_logprobs` the number; of
+            /v1/responses, where `include` asks for them in the place of `logprobs`; or of
+            /v1/completions, where `logprobs` is the number.
 
     Raises:
         ValueError: what was found, and what was expected.
@@ -45,9 +48,18 @@ def asked_probabilities(body: Mapping[str, Any]) -> int | None:
         if most and not told:
             raise ValueError(f"top_logprobs is {most} without logprobs; give logprobs: true, too")
         return most if told else None
+    if "input" in body:
+        if _INCLUDED in body.get("include", ()):
+            return most
+        if most:
+            raise ValueError(
+                f"top_logprobs is {most} and include has no {_INCLUDED!r}; give that, too"
+            )
+        return None
     if most:
-        remedy = f"give logprobs: {most}" if "prompt" in body else "leave it out"
-        raise ValueError(f"top_logprobs is {most}, which is of /v1/chat/completions; {remedy}")
+        raise ValueError(
+            f"top_logprobs is {most}, which is of /v1/chat/completions; give logprobs: {most}"
+        )
     if told is False:
         return None
     if type(told) is not int or not 0 <= told <= MOST:
@@ -104,9 +116,13 @@ class Log:
             self._length += len(text)
             self._said += len(self._until.add(text))
 
-    def take(self) -> list[Told]:
-        """The tokens whose text can be said now, and was not before."""
-        count = sum(told.start < self._said for told in self._waiting)
+    def take(self, limit: float = math.inf) -> list[Told]:
+        """The tokens whose text can be said now, and was not before.
+
+        Args:
+            limit: characters of the answer; what begins later waits.
+        """
+        count = sum(told.start < min(self._said, limit) for told in self._waiting)
         found, self._waiting = self._waiting[:count], self._waiting[count:]
         return found
 

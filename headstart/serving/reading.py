@@ -39,11 +39,31 @@ class Reader(ResponseParser):
     """
 
     _begun = 0  # where the present region begins in the buffer, with its mark
+    _before = 0  # characters of the buffer before the answer
+
+    def __init__(self, *given: Any, **options: Any):
+        self._text = list[tuple[int, int]]()  # where text begins and ends in the buffer
+        super().__init__(*given, **options)
+        self._before = len(self._buffer)
+
+    @property
+    def position(self) -> int:
+        """Characters of the answer of which it is known whether they are text."""
+        return self._pos - self._before
+
+    def is_text(self, at: int) -> bool:
+        """Whether a character of the answer is text, rather than of thoughts, calls or marks."""
+        return any(begin <= at + self._before < end for begin, end in self._text)
 
     def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         events = list[dict[str, Any]]()
         self._process(events, eos=True)  # fields that the template expects may be missing
         return self._output, events
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        if self._current == "content":
+            self._text.append((self._pos, self._pos + len(text)))
+        super()._accumulate(events, text)
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         self._begun = m.start()
@@ -57,6 +77,7 @@ class Reader(ResponseParser):
         except Exception:  # the target may have written anything
             del events[known:]
             text = self._buffer[self._begun : self._pos]
+            self._text.append((self._begun, self._pos))
             field = self._spec.fields.get(self._implicit_name or "")
             if field is not None and field.close_re is not None:
                 text = field.close_re.split(text, maxsplit=1)[0]  # without the end token

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.response import ResponseHandler, compute_usage
-from transformers.cli.serving.utils import ReasoningText
 
 from .conversation import messages_of
 from .events import Events
 from .handlers import Handler, known
+from .probabilities import Told
 from .writing import log_failure, said_of
 
 _SHARED = {"presence_penalty", "frequency_penalty", "logit_bias", "stop"}
@@ -41,7 +41,8 @@ class Responses(Handler, ResponseHandler):
         pieces, streamer = gen_manager.generate_streaming(
             model, processor, inputs, gen_config, request_id
         )
-        events, prompt = Events(request_id, model_id, body), inputs["input_ids"].shape[-1]
+        events = Events(request_id, model_id, body, self._spelled)
+        prompt = inputs["input_ids"].shape[-1]
 
         async def told() -> AsyncIterator[str]:
             yield events.begin()
@@ -71,12 +72,15 @@ class Responses(Handler, ResponseHandler):
         tools: Any = None,
     ) -> JSONResponse:
         answer = await gen_manager.answer(model, processor, inputs, gen_config)
-        events, (text, thoughts, calls) = Events(request_id, model_id, body), answer.read
-        for item in (ReasoningText(thoughts), text, *calls):
-            if item:
-                events.add(item)
+        events = Events(request_id, model_id, body, self._spelled)
+        for item in answer.items:
+            events.add(item)
         self._end(events, answer.prompt, answer.written)
         return JSONResponse(events.response)
+
+    def _spelled(self, told: Sequence[Told]) -> list[Any]:
+        state: Any = self.generation_state
+        return state.manager.spelled(told, True)["content"] if told else []
 
     def _end(self, events: Events, prompt: int, written: int) -> str:
         return events.end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class Cut(RoundStreamer):
         say: takes each piece: a text, a thought, or a call of a tool.
         left: ends the answer once it is set, as nobody waits for it any longer.
         reader: tells text from thoughts and calls; without one all is text.
-        log: where probabilities are asked for.
+        log: where probabilities are asked for; of_text: whether they are those of the text alone.
         prompt: of the answer, if its text goes on from it.
 
     Attributes:
@@ -63,10 +64,12 @@ class Cut(RoundStreamer):
         stops: Sequence[str] = (),
         log: Log | None = None,
         prompt: Sequence[int] = (),
+        of_text: bool = False,
     ):
         self._texts = PieceReader(tokenizer, prompt, special=reader is not None)
         self._say, self._left, self._reader, self._log = say, left, reader, log
         self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
+        self._of_text = of_text and reader is not None
         self._begun, self._space = set[type](), ""  # kinds; what the last text may end with
         self._first, self.total_tokens = True, 0
         if reader is not None:  # what the prompt has begun of the answer
@@ -96,7 +99,7 @@ class Cut(RoundStreamer):
             self._take(self._reader.finalize()[1])
         self._add(self._until.end())
         self._end_round()
-        if self._log is not None and (told := self._log.end()):
+        if self._log is not None and (told := self._kept(self._log.end())):
             self._say(_with(told, ""))
 
     def cancel(self) -> None:
@@ -144,12 +147,22 @@ class Cut(RoundStreamer):
         self._round.append(self._kind(text))
 
     def _end_round(self) -> None:
-        last = self._round[-1] if self._round else None
-        if self._log is not None and isinstance(last, str) and (told := self._log.take()):
-            self._round[-1] = _with(told, last)
+        kinds = (str,) if self._of_text else (str, ReasoningText)
+        texts = [at for at, item in enumerate(self._round) if type(item) in kinds]
+        if self._log is not None and texts:
+            reader = self._reader if self._of_text else None
+            told = self._kept(self._log.take(math.inf if reader is None else reader.position))
+            if told:
+                self._round[texts[-1]] = _with(told, self._round[texts[-1]])
         for item in self._round:
             self._say(item)
         self._round.clear()
+
+    def _kept(self, told: list[Told]) -> list[Told]:
+        """Those of tokens that are to be told of."""
+        if self._reader is None or not self._of_text:
+            return told
+        return [each for each in told if self._reader.is_text(each.start)]
 
 
 def _joined(pieces: Iterable[Piece]) -> str:

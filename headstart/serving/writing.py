@@ -22,7 +22,7 @@ from headstart.train.figures.pieces import context_of
 
 from .metrics import Metrics
 from .probabilities import Log, Spelling, Told
-from .reading import Read, reader_of
+from .reading import reader_of
 from .stops import AtStop
 from .streamers import Cut, Left
 
@@ -43,6 +43,7 @@ class Asked(NamedTuple):
     continues: bool = False  # the prompt's text, rather than answer a chat
     stops: tuple[str, ...] = ()  # strings that end the answer, none of them empty
     logprobs: int | None = None  # of how many likely tokens; None without any probabilities
+    of_text: bool = False  # whether they are those of the text alone, rather than of thoughts too
     grammar: Grammar | None = None  # the answer's form
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -181,9 +182,9 @@ class Writer:
 
 
 class Answer(NamedTuple):
-    """A whole answer, with the number of tokens of its prompt and its own."""
+    """What a whole answer was written in, with the number of tokens of its prompt and its own."""
 
-    read: Read
+    items: Sequence[Any]
     prompt: int
     written: int
 
@@ -243,23 +244,23 @@ class Manager(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
-        (text, *_), prompt, ids = self._whole(model, processor, inputs, gen_config)
-        return text, prompt, ids
+        items, prompt, ids = self._whole(model, processor, inputs, gen_config)
+        return "".join(items), prompt, ids
 
     async def answer(self, model: Any, processor: Any, inputs: Any, config: Any) -> Answer:
         """A whole answer to a chat."""
-        read, prompt, ids = self._whole(model, processor, inputs, config)
-        return Answer(read, prompt, len(ids))
+        items, prompt, ids = self._whole(model, processor, inputs, config)
+        return Answer(items, prompt, len(ids))
 
     def _whole(
         self, model: Any, processor: Any, inputs: Any, config: Any
-    ) -> tuple[Read, int, list[int]]:
+    ) -> tuple[list[Any], int, list[int]]:
         """An answer, which consists of what is streamed; its prompt's length, and its tokens."""
         items = list[Any]()
         _, run = self._generation(model, processor, inputs, config, items.append)
         prompt, ids = inputs["input_ids"].shape[-1], run()[0].tolist()
         self.told = [told for item in items for told in getattr(item, "told", ())]
-        return Read.of(items), prompt, ids[prompt:]
+        return items, prompt, ids[prompt:]
 
     def spelled(self, tokens: Sequence[Told], chat: bool) -> dict[str, Any]:
         """The `logprobs` of a choice."""
@@ -281,7 +282,7 @@ class Manager(GenerateManager):
         if asked.stops:
             context = context_of(processor, before)
             criteria = [AtStop(processor, asked.stops, prompt.shape[-1], context)]
-        streamer = Cut(processor, say, self._left, reader, asked.stops, log, before)
+        streamer = Cut(processor, say, self._left, reader, asked.stops, log, before, asked.of_text)
 
         def run() -> Any:
             with self._writer.metrics.request(prompt.shape[-1], streamer) as watched:

@@ -15,7 +15,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     [
         ({"prompt": "a", "best_of": 3}, None, "best_of is 3"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, None, "leave logprobs or echo out"),
-        ({"input": "a", "top_logprobs": 2}, "x", "top_logprobs is 2.*leave it out"),
+        ({"input": "a", "top_logprobs": 2}, "x", "top_logprobs is 2 and include has no .*; give"),
         ({"messages": SAID}, None, "/v1/completions"),
         ({"input": "a"}, None, "/v1/completions"),
         ({"messages": SAID, "tools": TOOLS}, "{{ messages }}", "no place for tools"),
@@ -45,11 +45,6 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
             "parallel_tool_calls is False",
         ),
         ({"input": "a", "reasoning": {"effort": "low"}}, "x", "reasoning is .*chat_template"),
-        (
-            {"input": "a", "include": ["message.output_text.logprobs"]},
-            "x",
-            "include is .*; ask /v1/chat/completions",
-        ),
         ({"input": "a", "background": True}, "x", "background is True"),
         ({"input": "a", "truncation": "auto"}, "x", "shorten the prompt yourself"),
         ({"input": "a", "conversation": "c1"}, "x", "whole conversation"),
@@ -85,6 +80,7 @@ def test_refused(body: dict[str, Any], template: Any, said: str) -> None:
         ({"input": "a", "text": {"format": {"type": "text"}}}, "x"),
         ({"input": "a", "text": {"format": None}, "reasoning": {"effort": None}}, "x"),
         ({"input": "a", "include": ["reasoning.encrypted_content"]}, "x"),
+        ({"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2}, "x"),
         ({"input": "a", "background": False, "truncation": "disabled"}, "x"),
         ({"messages": SAID, "parallel_tool_calls": False, "modalities": ["text"]}, "x"),
         ({"messages": SAID, "tools": TOOLS, "parallel_tool_calls": True}, "{{ tools }}"),

@@ -122,6 +122,25 @@ def test_no_token_is_told_whose_text_is_not_there(client: Any) -> None:
     assert sum(len(chunk.content) for chunk in chunks if chunk) == len(tokens)
 
 
+def test_a_response_tells_them_of_its_text(client: Any) -> None:
+    """As a chat does; streamed or not."""
+    how: dict[str, Any] = {"temperature": 0, "top_logprobs": 2}
+    chat = client.chat.completions.create(**CHAT | how).choices[0].logprobs.content
+    asked = {"model": "talker", "input": ASKED, "max_output_tokens": 20, **how}
+    asked["include"] = ["message.output_text.logprobs"]
+    whole = client.responses.create(**asked)
+    (part,) = whole.output[0].content
+    with client.responses.create(**asked, stream=True) as events:
+        found = list(events)
+    deltas = [each for each in found if each.type == "response.output_text.delta"]
+    for told in (part.logprobs, [each for delta in deltas for each in delta.logprobs]):
+        assert [each.token for each in told] == [each.token for each in chat]
+        assert [each.logprob for each in told] == pytest.approx([each.logprob for each in chat])
+        assert all(len(each.top_logprobs) == 2 for each in told)
+    last = found[-1].response.output[0].content[0]
+    assert [each.token for each in last.logprobs] == list(part.text) and whole.top_logprobs == 2
+
+
 def told_of(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> list[list[Any]]:
     """The tokens that a log hands on after each of these, given one by one, and at the end."""
     from headstart.serving.probabilities import Log
@@ -213,7 +232,7 @@ def test_tokens_that_may_begin_a_stop_string_are_held_back() -> None:
         ({"prompt": "a", "logprobs": True}, "logprobs is True; expected a whole number from 0"),
         ({"prompt": "a", "logprobs": -1}, "logprobs is -1; expected a whole number from 0 to 20"),
         ({"prompt": "a", "top_logprobs": 2}, "of /v1/chat/completions; give logprobs: 2"),
-        ({"input": "a", "top_logprobs": 2}, "of /v1/chat/completions; leave it out"),
+        ({"input": "a", "top_logprobs": 2}, "include has no 'message.output_text.logprobs'; give"),
     ],
 )
 def test_what_asks_for_no_probabilities_is_refused(body: dict[str, Any], said: str) -> None:

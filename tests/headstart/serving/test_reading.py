@@ -1,13 +1,16 @@
 """Calls of tools, thoughts and text in answers, also in those that a parser cannot read."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.utils.import_utils import is_serve_available
 
+from headstart.infer import Emitted, LogProbabilities
 from headstart.infer.stats import Stats
 from tests.support.chats import CHATML, TOOLS
 from tests.support.served import served, speaker
@@ -15,9 +18,11 @@ from tests.support.served import served, speaker
 if not is_serve_available():
     pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
 
-from transformers.cli.serving.utils import response_events_to_chunks
+from transformers.cli.serving.utils import ReasoningText, response_events_to_chunks
 
+from headstart.serving.probabilities import Log
 from headstart.serving.reading import Read, Reader
+from headstart.serving.streamers import Cut
 
 CALLS = {
     "open_pattern": r"\s*<call>",
@@ -155,6 +160,27 @@ def test_each_call_of_several_answers_has_its_own_id(client: Any, stream: bool) 
     assert len(set(names)) == len(names) == 4
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 200])
+def test_probabilities_of_the_text_alone(size: int) -> None:
+    """Those of thoughts, calls and their marks are left out, whatever the rounds."""
+    tokenizer: Any = speaker(512).tokenizer
+    text = f"<think>so <b</think>ab <call{ONE}c{BROKEN[0]}d"
+    ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+    said = list[Any]()
+    log = Log([], {tokenizer.convert_tokens_to_ids("<|im_end|>")})
+    reader = Reader(TEMPLATE, prefix="<|im_start|>assistant\n")
+    cut = Cut(tokenizer, said.append, threading.Event(), reader, log=log, of_text=True)
+    for at in range(0, len(ids), size):
+        part = np.array([ids[at : at + size]])
+        own = LogProbabilities(-1.0 * part, part[..., None], -1.0 * part[..., None])
+        count = np.array([part.shape[1]])
+        cut.put_round(Emitted(count, count, part, logprobs=own))
+    cut.end()
+    told = [each.token for item in said for each in getattr(item, "told", ())]
+    assert tokenizer.decode(told) == f"ab <callc{BROKEN[0]}d"
+    assert not any(getattr(item, "told", ()) for item in said if isinstance(item, ReasoningText))
+
+
 def test_several_calls_may_stand_in_one_region() -> None:
     each = {"name": "{name}", "arguments": "{arguments}"}
     calls = CALLS | {"transform": {"function": each}, "transform_each": True, "repeats": False}
@@ -185,6 +211,7 @@ def test_a_streamed_response_is_the_whole_one(client: Any, text: str, expected: 
     assert kinds.count("response.output_item.done") == len(expected)
     assert found.output_text == text.removeprefix("<think>so</think>").replace(ONE, "")
     whole = client.responses.create(**asked, metadata={"a": "b"})
+    assert [item.type for item in whole.output] == expected
     assert whole.metadata == found.metadata == {"a": "b"}
     assert whole.output_text == found.output_text and whole.usage == found.usage
     calls = [
