@@ -280,6 +280,8 @@ def _check_input(given: Any) -> None:
         return
     for number, item in enumerate(given):
         at, kind = f"input[{number}]", item.get("type") if isinstance(item, dict) else None
+        if not isinstance(kind, str | None):
+            raise wrong(f"{at}.type", kind, "a text, such as 'message'")
         if kind == "reasoning":
             thoughts = item.get("content") or []
             if isinstance(thoughts, str):
@@ -299,3 +301,5 @@ def _check_input(given: Any) -> None:
             raise ValueError(
                 f"{at} is of type {shown(kind)}, which this server cannot read; send messages"
             )
+    if all(item.get("type") == "reasoning" for item in given):
+        raise wrong("input", given, "at least one message beside the thoughts")

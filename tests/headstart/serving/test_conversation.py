@@ -65,6 +65,10 @@ def test_a_conversation_may_begin_with_any_item(first: dict[str, Any]) -> None:
         read({"type": "item_reference", "id": "x"})
     with pytest.raises(ValueError, match=r"input\[0\].content is 'a'; expected a list of parts"):
         read({"type": "reasoning", "content": "a"})
+    with pytest.raises(ValueError, match=r"input\[0\].type is \[\]; expected a text"):
+        read({"type": [], **said("user", "a")})
+    with pytest.raises(ValueError, match="expected at least one message beside the thoughts"):
+        read(thought("a"))
 
 
 def test_instructions_stand_before_a_system_message() -> None:
