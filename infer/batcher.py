@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
@@ -35,7 +35,7 @@ from .rules.registry import find_rule
 from .runners import settings_of
 from .speculator import Speculator
 from .stats import Drafted, Emitted, Stats
-from .streamer import hand_on
+from .streamer import Left, RoundStreamer, hand_on
 from .tensor_parallel import leads
 from .trees.by_request import heat_of
 
@@ -63,6 +63,7 @@ class _Job:
         alike: equal for requests that are decoded in the same manner.
         begun: when it was taken into a batch, of `time.perf_counter`.
         pieces: of its text, or the error that ended all that were decoded with it.
+        left: whether nobody waits for it any longer.
         turn: set once it may be decoded by itself; done: once it has been.
     """
 
@@ -72,6 +73,7 @@ class _Job:
     begun: float = 0.0
     pieces: SimpleQueue[Piece | Exception] = field(default_factory=SimpleQueue)
     stopped: bool = False
+    left: Callable[[], bool] = lambda: False
     turn: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -159,6 +161,8 @@ class Batcher(DecodingMethod):
             given.input_ids,
         )
         job = self._job(request, ending, input_ids, mask, config)
+        if isinstance(streamer, RoundStreamer):
+            job.left = streamer.left
         if self.speculator.in_request:
             raise OptionError(
                 "this batcher was called from within a request of its speculator, by a processor, "
@@ -279,7 +283,7 @@ class Batcher(DecodingMethod):
         with self._lock:
             while self._waiting and not _exits.is_set():
                 job = self._waiting.popleft()
-                if not job.stopped:
+                if _is_wanted(job):
                     return job
             self._works = False
             return None
@@ -289,8 +293,9 @@ class Batcher(DecodingMethod):
         found = []
         with self._lock:
             while self._waiting and self._waiting[0].alike == alike and len(found) < count:
-                found.append(self._waiting.popleft())
-        return [job for job in found if not job.stopped]
+                if _is_wanted(job := self._waiting.popleft()):
+                    found.append(job)
+        return found
 
     def _decode_with(self, job: _Job, manner: Manner) -> None:
         """Decode a request, and those that can join it, until no more of them come."""
@@ -313,6 +318,14 @@ class Batcher(DecodingMethod):
         except Exception as error:
             for each in jobs:
                 each.pieces.put(error)
+
+
+def _is_wanted(job: _Job) -> bool:
+    """Whether a request is to be decoded; it is told if it is not."""
+    if job.manner is not None and job.left():
+        job.pieces.put(Left())
+        return False
+    return not job.stopped
 
 
 def _begun(jobs: Sequence[_Job]) -> list[Prompt]:

@@ -9,6 +9,10 @@ from transformers.generation.streamers import BaseStreamer
 from .stats import Emitted
 
 
+class Left(Exception):
+    """Ends a request whose text nobody waits for any longer."""
+
+
 class RoundStreamer(BaseStreamer):
     """A streamer of transformers that is given whole rounds, with the depth of each token.
 
@@ -19,6 +23,11 @@ class RoundStreamer(BaseStreamer):
     @abstractmethod
     def put_round(self, emitted: Emitted) -> None:
         """Take what one row emitted: `count[0]` of `tokens[0]`, with their `depths[0]`."""
+
+    def left(self) -> bool:
+        """Whether nobody waits for the text any longer. A batcher asks before a request's turn,
+        which then ends with `Left`."""
+        return False
 
     def put(self, value: Any) -> None:
         """Take the prompt's ids."""

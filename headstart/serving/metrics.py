@@ -128,6 +128,9 @@ class Watched(RoundStreamer):
     def __init__(self, streamer: Any):
         self._own, self.asked, self.first = streamer, time.perf_counter(), 0.0
 
+    def left(self) -> bool:
+        return self._own.left()
+
     def put(self, value: Any) -> None:
         self._own.put(value)
 

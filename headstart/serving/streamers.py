@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.cli.serving.utils import ReasoningText, response_events_to_chunks
 
 from headstart.infer import RoundStreamer
+from headstart.infer.streamer import Left
 from headstart.train.figures.pieces import Piece, PieceReader
 
 from .probabilities import Log, Told
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from headstart.infer import Emitted
 
 _SPACE = " \t\r\n"
-
-
-class Left(Exception):
-    """Ends an answer whose client has left."""
 
 
 class Text(str):
@@ -75,6 +72,9 @@ class Cut(RoundStreamer):
         if reader is not None:  # what the prompt has begun of the answer
             self._take(reader.initial_events)
             reader.initial_events = []
+
+    def left(self) -> bool:
+        return self._left.is_set()
 
     def put(self, value: Any) -> None:
         if self._left.is_set():

@@ -23,6 +23,7 @@ from headstart.infer import Batcher, Speculator
 from headstart.infer.continuous import Stream
 from headstart.infer.loop import Decoding
 from headstart.infer.request import Request
+from headstart.infer.streamer import Left, RoundStreamer
 from tests.support.covering import covering
 from tests.support.families import TREES, drafter, own, target
 from tests.support.tape import on_tape
@@ -220,6 +221,36 @@ def test_who_leaves_frees_a_row_and_nobody_notices(graphs: bool, waiting: thread
     texts = [text for text in found if text is not None]
     for ids, text in zip(prompts[1:], texts, strict=True):
         assert torch.equal(text, model.generate(ids, **how))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_nobody_waits_for_is_not_begun(rows: int, waiting: threading.Event) -> None:
+    """Its prompt would be read in vain, while others wait."""
+
+    class Gone(RoundStreamer):
+        def left(self) -> bool:
+            return waiting.is_set()
+
+        def put(self, value: Any) -> None:
+            if self.left():
+                raise Left
+
+        def put_round(self, emitted: Any) -> None:
+            raise AssertionError
+
+    model = tiny("llama")
+    batcher, begun = Batcher(Speculator(model), rows=rows), list[int]()
+    prompts, how = [ids for ids, _ in asked(4)], {"do_sample": False, "max_new_tokens": 9}
+    hook = model.register_forward_pre_hook(lambda *_: begun.append(1))
+
+    def leave() -> None:
+        with pytest.raises(Left):
+            batcher.generate(prompts[0], streamer=Gone(), **how)
+
+    assert all_wait(batcher, [leave] * 6, waiting) == [None] * 6
+    hook.remove()
+    assert not begun
+    assert torch.equal(batcher.generate(prompts[1], **how), model.generate(prompts[1], **how))
 
 
 def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Event) -> None:
