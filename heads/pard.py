@@ -49,16 +49,16 @@ class PardConfig(DraftModelConfig):
 
     Attributes:
         depths: K, how many tokens are drafted at once.
-        mask_token_id: the token that stands where a token is not known yet; None for the last of
+        mask_token_id: the token that stands where a token is not known yet; null for the last of
             the vocabulary, which most models never write.
-        kept: of the positions that a training step asks for one depth, the share that it asks for
-            the next; all are asked for the first (conditional drop-token).
-        least_kept: the least share of the positions that a step asks for any depth.
-        feature_layers: the target's hidden states that are read besides the tokens, see
-            `FeatureTap`; () for none.
-        feature_scale: the factor of their projection.
-        feature_dropout: the share of a training step's rows that are without them, so that the
-            model also drafts where there are none.
+        kept: the share of one depth's positions that a training step takes for the next depth; the
+            first has all (conditional drop-token).
+        least_kept: the least share of all positions that it takes for a depth.
+        feature_layers: the target's layers whose input is read besides the tokens, -1 for the final
+            hidden state; empty for none.
+        feature_scale: the factor of the features' projection.
+        feature_dropout: the share of a training step's rows without features, so that the model
+            also drafts where there are none.
     """
 
     model_type = "headstart_pard"

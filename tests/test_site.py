@@ -55,9 +55,22 @@ def test_every_option_of_a_family_is_named() -> None:
             assert f"| `drafter.{option}` |" in own, (name, option)
 
 
+def test_every_key_has_a_meaning_and_every_family_a_line() -> None:
+    page = site("reference").recipe_page()
+    assert not re.findall(r"^\| `[\w.]+` \|.*\|  \|$", page, re.MULTILINE)
+    for name in FAMILIES:
+        about = page.partition(f"\n### family: {name}\n\n")[2].partition("\n")[0]
+        assert len(about) > 20 and about[0].isupper() and about.endswith("."), (name, about)
+
+
+def test_a_kind_is_said_in_words() -> None:
+    kind = site("reference")._kind
+    assert kind(Any) == "text" and kind(int | float | None) == "number or `null`"
+
+
 def test_keys_say_what_the_schema_says() -> None:
     keys = {key.name: key for key in site("reference").keys_of(schema.Train)}
-    assert keys["from"].meaning.startswith("key `from`: a head of the same family")
+    assert keys["from"].meaning.startswith("a drafter of the same family")
     assert keys["warmup_ratio"].allowed == "≥ 0, < 1" and keys["warmup_ratio"].default == "0.1"
     assert "`cross_entropy`, `soft_cross_entropy`" in keys["loss"].allowed
     assert keys["on_policy"].section is schema.OnPolicy

@@ -24,17 +24,10 @@ OUTSIDE = {
 """Files of the repository that are pages, and what they are called there."""
 
 
-def results() -> str:
-    """The README's table of all families."""
-    _, _, below = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Families\n")
-    lines = below.partition("\n## ")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith("|"))
-
-
 GENERATED = {
     "recipe": reference.recipe_page,
     "commands": reference.commands_page,
-    "results": results,
+    "results": lambda: "\n".join(reference.results()),
 }
 """What stands in the place of `<!-- generated: NAME -->`."""
 

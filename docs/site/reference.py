@@ -14,13 +14,15 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headstart.cli import build_parser
 from headstart.heads.families import FAMILIES, family
 from headstart.train.recipe import Recipe, schema
 
-_KINDS = {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}
+ROOT = Path(__file__).resolve().parents[2]
+_KINDS = {int: "integer", float: "number", str: "text", bool: "`true` or `false`", Any: "text"}
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,19 @@ def recipe_page() -> str:
         "",
         "`family` names one of those below, whose options are the other keys.",
     ]
+    about = {row.split(" | ")[0]: row.split(" | ")[1] for row in results()[2:]}
     for name in FAMILIES:
-        lines += ["", f"### family: {name}", "", _summary(family(name)), "", *_options(name)]
+        words = about[f"| `{name}`"]
+        lines += ["", f"### family: {name}", "", f"{words[0].upper()}{words[1:]}.", ""]
+        lines += _options(name)
     return "\n".join(lines) + "\n"
+
+
+def results() -> list[str]:
+    """The lines of the README's table of all families."""
+    _, _, below = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Families\n")
+    lines = below.partition("\n## ")[0].splitlines()
+    return [line for line in lines if line.startswith("|")]
 
 
 def commands_page() -> str:
@@ -180,14 +192,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _summary(cls: type) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
-
-
 def _kind(hint: Any) -> str:
     """A type in words: `number or null`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(dict.fromkeys(map(_kind, typing.get_args(hint))))
+        kinds = dict.fromkeys(map(_kind, typing.get_args(hint)))
+        return " or ".join(kind for kind in kinds if kind != "integer" or "number" not in kinds)
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
     if hint is types.NoneType:
@@ -209,7 +218,7 @@ def _default(field: dataclasses.Field) -> str:
     if field.default_factory is dataclasses.MISSING:
         return ""
     value = field.default_factory()
-    return "the section's defaults" if dataclasses.is_dataclass(value) else _yaml(value)
+    return "{}" if dataclasses.is_dataclass(value) else _yaml(value)
 
 
 def _yaml(value: Any) -> str:

@@ -17,27 +17,28 @@ class DFlashFields(LayerFields):
         layers: how many decoder layers there are.
         depths: K, how many tokens are drafted at once. A published block of 16 is the newest token
             and 15 drafts or, with `sample_from_anchor`, 16 drafts.
-        feature_layers: whose input it reads; () for as many as it has layers, evenly spread, see
-            `spread_layers`.
-        mask_token_id: the token whose embedding stands where a token is not known yet; None for the
+        feature_layers: the target's layers whose input it reads; empty for as many as it has layers
+            of its own, evenly spread.
+        mask_token_id: the token whose embedding stands where a token is not known yet; null for the
             last of the vocabulary, which most models never write.
-        causal: whether a place of the block sees the places after it (False) or not (JetSpec).
-        window: of how many positions, its own included, every layer but the last sees; 0 where all
-            of them see the whole text.
-        causal_windows: whether in layers with a window a place does not see those after it, also
-            where `causal` is False; published ones are so.
+        causal: whether a place of the block sees only the places before it (JetSpec), or all.
+        window: how many positions, its own included, every layer but the last sees; 0 where all
+            layers see the whole text.
+        causal_windows: whether in layers with a window a place sees only the places before it, also
+            where `causal` is false; published ones are so.
         sample_from_anchor: whether the newest token's own place predicts the first draft (DSpark).
-        markov_rank: r of the term that the token before a draft adds to its logits (DSpark); 0 for
+        markov_rank: rank of the term that the token before a draft adds to its logits (DSpark); 0
+            for none.
+        selector_rank: rank of a term that also depends on the draft's own state (DFlash2); 0 for
             none.
-        selector_rank: r of a term that also depends on the draft's own state (DFlash2); 0 for none.
-        selector_top_k: with it, of how many tokens, the best without the term, drafts are chosen; 0
-            for all.
+        selector_top_k: with `selector_rank`, among how many tokens, the best without the term, a
+            draft is chosen; 0 for all.
         conv_kernel_size: how many places a layer's convolutions mix (DFlash2); 0 for none.
-        conv_group_size: how many channels these mix alike.
+        conv_group_size: how many channels share a convolution's weights.
         output_multiplier, final_logit_softcapping: what is done to the output layer's logits, a
             factor and then a soft cap; None for no cap.
-        anchors: of how many positions of a row, chosen anew in every step, a training step drafts;
-            0 for all.
+        anchors: from how many positions of a row, chosen anew in every step, a training step
+            drafts; 0 for all.
     """
 
     layers: int = 5

@@ -15,12 +15,12 @@ class EagleFields(LayerFields):
     """EAGLE-1's shape.
 
     Attributes:
-        depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
-            learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
-        bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
-            without one alone.
-        output: the target's, or rows of its own for a trimmed vocabulary; `own` in published heads
-            whose output layer is not the target's.
+        depths: K, how many tokens in a row a training loss covers: for EAGLE-1 published is 1. With
+            more it learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
+        bias: whether the layer that mixes a feature and a token has a bias, as published; vLLM only
+            runs heads without one.
+        output: the output layer: `shared`, the target's; `trimmed`, for the `draft_vocab_size` most
+            frequent tokens of the corpus; or `own`, as in some published heads.
     """
 
     depths: int = 4
@@ -51,7 +51,12 @@ class Eagle3Fields(EagleFields):
     """EAGLE-3's shape.
 
     Attributes:
-        feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
+        feature_layers: the target's layers whose input it reads; empty for the published three, of
+            L layers 2, L ÷ 2 and L - 3.
+        depths: K, how many tokens in a row a training loss covers; with `mask_token_id`, how many
+            are drafted at once.
+        output: the output layer: `own`, or `trimmed` for the `draft_vocab_size` most frequent
+            tokens of the corpus.
         norm_before_residual: whether the layer adds to its normalised input, as heads of
             speculators do, or to the input itself.
         norm_before_fc: whether one norm reads the features of all layers together, before `fc`.
@@ -59,11 +64,12 @@ class Eagle3Fields(EagleFields):
         norm_output: whether the normed state, which the output layer reads, is also the hidden
             state of the next pair.
         layers: how many decoder layers there are; the first one mixes tokens and features.
-        mask_token_id: the token of the pairs of drafts that are made all at once, `depths` of them;
-            None for a head that drafts one after another.
-        kept, least_kept: for such a head, of the positions that a training step asks for one depth
-            the share that it asks for the next, and the least share of all positions that it asks
-            for any depth (conditional drop-token).
+        mask_token_id: the token that stands for those not known yet in a head that drafts all
+            `depths` tokens at once (P-EAGLE); null for one that drafts one after another.
+        kept: with `mask_token_id`, the share of one depth's positions that a training step takes
+            for the next depth (conditional drop-token).
+        least_kept: with `mask_token_id`, the least share of all positions that it takes for a
+            depth.
     """
 
     feature_layers: list[int] | tuple[int, ...] = ()

@@ -97,8 +97,8 @@ class VocabularyFields(Fields):
     """Which output layer a drafter has; a family says which `output` there are.
 
     Attributes:
-        output: `shared` borrows the target's, `own` knows every token, `trimmed` the
-            `draft_vocab_size` most frequent ones of the corpus.
+        output: the output layer: `shared` borrows the target's, `own` is for all tokens, `trimmed`
+            for the `draft_vocab_size` most frequent ones of the corpus.
         draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
         embedding: whose embeddings a drafter reads that reads tokens: the target's (`shared`), or
             `own` ones, which published heads may have and which are not trained here.

@@ -36,7 +36,7 @@ class Medusa2Fields(MedusaFields):
     rank: int = 32  # of the adapter's factors
     alpha: int | float = 16  # the adapter's scale is alpha / rank
     dropout: int | float = 0.05  # on the input of the adapter's factors, while training
-    modules: list[str] | tuple[str, ...] = ()  # adapted layers; () for all linear but the output
+    modules: list[str] | tuple[str, ...] = ()  # adapted layers; empty: all linear but the output
     heads_first: int | float = 0.5  # share of training in which heads learn alone; 0: one stage
     head_weight: int | float = 0.2  # λ0, of the heads' loss while heads and adapter both learn
     ramp: Literal["constant", "sine"] = "constant"  # sine: λ rises from 0 to λ0

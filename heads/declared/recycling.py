@@ -11,9 +11,9 @@ _MOST = 64  # successors that are kept of a token
 
 @dataclass(kw_only=True, repr=False)
 class RecyclingFields(Fields):
-    """How many successors are kept of each token; they are a node's children at most."""
+    """What the table of successors holds."""
 
-    successors: int = 8
+    successors: int = 8  # how many are kept of each token; a node has no more children
 
     OPTIONS: ClassVar = ("successors",)
 

@@ -13,7 +13,7 @@ class ReDrafterFields(VocabularyFields):
     depths: int = 5  # K, how many steps of the cell a training loss covers
     layers: int = 2  # L residual blocks of the head
     rnn: bool = True  # whether there is a cell; without it embeddings are summed
-    exit_dim: int = 0  # their width; 0 for 2 D, the width of [f ; s]
+    exit_dim: int = 0  # width of these blocks; 0 for 2 D, the width of feature and state
     output: Literal["own", "trimmed"] = "own"
 
     OPTIONS: ClassVar = ("depths", "layers", "rnn", "exit_dim", "output", "draft_vocab_size")

@@ -37,11 +37,12 @@ from .scratch import Scratch
 class Source:
     """One of the sources that a corpus is mixed from; the keys are those of `corpus`."""
 
-    source: str
+    source: str  # any that `corpus.source` names, but target
     weight: float = positive(1.0)  # its share of the corpus's bytes is weight ÷ sum of the weights
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
+    config: str | None = None  # as corpus.config
+    split: str | None = None  # as corpus.split
+    revision: str | None = None  # as corpus.revision
+    # as corpus.columns
     columns: dict[str, str] | None = columns_field(default=None)  # noqa: RUF009
 
 
@@ -62,12 +63,11 @@ class Corpus:
     columns: dict[str, str] | None = columns_field(default=None)  # noqa: RUF009
     dedup: bool = True  # of documents with the same content keep one
     max_bytes: int = positive(4_000_000)  # of the documents' text
-    # share of whole documents; those that begin with the same prompt stay on one side
+    # share of the documents; those that begin with the same prompt are held out together
     held_out: float = number(0.05, ge=0, lt=1)
     on_error: str = one_of("raise", "skip")  # at a row that cannot be read
     opening_tokens: int = positive(64)  # source target: tokens of each text
-    # source target: the model that writes, NAME or NAME@REVISION; null: the target
-    writer: str | None = None
+    writer: str | None = None  # source target: the writer, NAME or NAME@REVISION; null: the target
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -98,16 +98,16 @@ class Corpus:
 class TargetSpec:
     """The model that is made faster: a path or Hub name, or one trained here."""
 
-    model: str | None = None
-    scratch: Scratch | None = None
+    model: str | None = None  # a folder or a Hub name
+    scratch: Scratch | None = None  # instead of model
     # 4bit needs bitsandbytes
     dtype: str = one_of("float32", "bfloat16", "float16", "float64", "auto", "4bit")
     revision: str | None = None  # of a model on the Hub: a commit, a tag or a branch
     # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
     # devices; null: all on the process's own. A target over several GPUs takes one process.
     device_map: str | dict[str, Any] | None = device_map_field(default=None)  # noqa: RUF009
-    # auto: the layers are divided among the processes of a launch by transformers' plan for the
-    # target, and all compute the same batch; or styles by the names of modules, to change that plan
+    # auto: tensor parallelism by transformers' plan for the target; or styles by the names of
+    # modules, to change that plan
     tp_plan: str | dict[str, Any] | None = plan_field(default=None)  # noqa: RUF009
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
 
@@ -141,7 +141,7 @@ class Chat:
 class OpenAI:
     """A server that speaks the OpenAI protocol, which writes the answers in the target's place."""
 
-    url: str = url_field(default="http://localhost:8000/v1")
+    url: str = url_field(default="http://localhost:8000/v1")  # up to /v1
     model: str = ""  # as the server calls it; the target's name when empty
     api_key_env: str | None = None  # the environment variable that holds the key
     concurrency: int = number(16, ge=1, le=4096)  # requests at once, of each process
@@ -169,8 +169,8 @@ class Distill:
     new_tokens: int = positive(128)  # of each answer, at most
     max_length: int | None = positive(None)  # of a row; null: prefix_tokens + new_tokens
     too_long: str = one_of("leave_out", "truncate")  # given chats of which no answer fits
-    batch_size: int = positive(64)
-    temperature: float = number(0.0, ge=0)
+    batch_size: int = positive(64)  # texts that the target writes at once, in each process
+    temperature: float = number(0.0, ge=0)  # of what the target or the server writes; 0 is greedy
     # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or
     # Hub name, lookup or recycling
     drafter: str | None = None
@@ -179,13 +179,13 @@ class Distill:
     # the next round is sped up by it; the text is the same
     rounds: int = number(1, ge=1, le=1000)
     round_steps: int | None = positive(None)  # null: train.max_steps (or epochs) ÷ rounds
+    # files that the rows are written to; a killed run continues after the last complete one
     shards: int = number(8, ge=1, le=100_000)
-    max_seconds: float | None = positive(None)
+    max_seconds: float | None = positive(None)  # of writing; it ends with a shard
     # the rows of another run (its folder `distill`), of which some are added, so that the drafter
     # does not forget them
     earlier: str | None = None
-    # their share of all supervised tokens, as far as there are so many
-    earlier_share: float = number(0.2, ge=0, lt=1)
+    earlier_share: float = number(0.2, ge=0, lt=1)  # of all supervised tokens, at most
 
     def __post_init__(self) -> None:
         if self.rounds > 1 and self.writer != "own":
@@ -240,11 +240,11 @@ class OnPolicy:
 class Train:
     """How the drafter is trained."""
 
-    # but for cross_entropy compared with the target's probabilities; or the weights of several
+    # all but cross_entropy compare with the target's probabilities; or the weights of several
     loss: str | dict[Any, Any] = loss_field(default="cross_entropy")  # noqa: RUF009
-    learning_rate: float = positive(1e-3)
+    learning_rate: float = positive(1e-3)  # after the warm-up; then a cosine to 0
     batch_size: int = positive(8)  # rows a process and forward
-    gradient_accumulation: int = positive(1)
+    gradient_accumulation: int = positive(1)  # micro-batches a step
     group_by_length: bool = True  # the rows of a batch have about the same length
     # short rows stand behind each other in one of packed_length tokens, and do not see each other;
     # batch_size then counts those. null: where target and drafter keep them apart
@@ -255,17 +255,16 @@ class Train:
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
     rows_per_step: int | None = positive(None)
-    max_steps: int = positive(1000)
-    epochs: float | None = positive(None)  # over the rows; max_steps bounds it
-    max_seconds: float | None = positive(None)
-    warmup_ratio: float = number(0.1, ge=0, lt=1)
-    weight_decay: float = number(0.0, ge=0)
+    max_steps: int = positive(1000)  # training ends at the first limit that it reaches
+    epochs: float | None = positive(None)  # over the rows
+    max_seconds: float | None = positive(None)  # of training
+    warmup_ratio: float = number(0.1, ge=0, lt=1)  # share of the training
+    weight_decay: float = number(0.0, ge=0)  # AdamW's
     clip: float = positive(1.0)  # the norm that gradients are clipped to
     optimizer: str = one_of("adamw", "adamw_8bit")  # adamw_8bit needs bitsandbytes
-    # of Adam: the decay of its means of gradients, and of their squares
-    beta1: float = number(0.9, ge=0, lt=1)
-    beta2: float = number(0.999, ge=0, lt=1)
-    epsilon: float = positive(1e-8)  # which it adds to the root of the latter
+    beta1: float = number(0.9, ge=0, lt=1)  # Adam's decay of the mean of gradients
+    beta2: float = number(0.999, ge=0, lt=1)  # Adam's decay of the mean of their squares
+    epsilon: float = positive(1e-8)  # which Adam adds to the root of that mean
     head_decay: float = number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     # of each position and head: what acceptance gains from it (D-PACE), or the target's probability
     # of the tokens before its label (PARD-2)
@@ -276,9 +275,10 @@ class Train:
     # where that is too little: the first rows' features in files of so many GB, from which later
     # epochs and runs read them; 0 computes them anew each time
     feature_disk_gb: float = number(0.0, ge=0)
-    from_: str | None = None  # key `from`: a head of the same family, whose weights are the first
-    # go on from the last checkpoint of this run's training of fewer max_steps, with the schedule of
-    # the new one from there on; without it, other max_steps are trained from the start
+    # a drafter of the same family to start from: a folder or Hub name; null: new weights
+    from_: str | None = None
+    # continue from the last checkpoint of this run's longest training that differs only in its
+    # length, with the new schedule from there on; false: a longer training starts anew
     extend: bool = False
     activation_checkpointing: bool = False  # compute activations again: less memory, slower
     compile: bool = False  # torch.compile of the drafter's forward
@@ -321,14 +321,14 @@ class Decode:
     # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
     # at most distill.prefix_tokens, given ones as distill.max_length allows), or "window"
     prefix: str = one_of("same", "window")
-    prompts: int = positive(24)
+    prompts: int = positive(24)  # of the stage bench, which headstart quickstart has
     prefix_tokens: int = positive(64)  # of a window or a start
-    new_tokens: int = positive(128)
-    sampled: float | None = positive(None)  # measure text of this temperature, too
+    new_tokens: int = positive(128)  # after each prompt, at most
+    sampled: float | None = positive(None)  # the stage bench measures this temperature, too
     temperature: float | None = positive(None)  # in validation, of rules that sample; null: 1
     top_p: float | None = number(None, gt=0, le=1)  # the same; null: all tokens
     top_k: int | None = positive(None)  # the same; null: all tokens
-    validation_prompts: int = positive(8)
+    validation_prompts: int = positive(8)  # other held-out ones, decoded at each validation
 
     def __post_init__(self) -> None:
         check_sampling(self.rule, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
@@ -339,7 +339,7 @@ class Decode:
 class Hardware:
     """What a run is planned for. It decides nothing: estimates of hours and memory read it."""
 
-    gpus: int = positive(1)
+    gpus: int = positive(1)  # of all nodes
     memory_gb: float = positive(80.0)  # of each GPU, in 1e9 bytes
     tflops: float = positive(312.0)  # of each, dense products in bfloat16, its data sheet's peak
     bandwidth: float = positive(2039.0)  # of each one's memory, 1e9 bytes a second
@@ -351,11 +351,11 @@ class Hardware:
 class Recipe:
     """One training run, from text to measured drafter; results go to `output/name/`."""
 
-    name: str
-    drafter: DrafterSpec
+    name: str  # of the run's folder
+    drafter: DrafterSpec  # what is trained
     target: TargetSpec
     seed: int = number(0, ge=0, lt=2**32)  # as NumPy takes it
-    output: str = "runs"
+    output: str = "runs"  # the folder of all runs
     # another run in `output` whose stages corpus, target and distill are used: run there where it
     # has not finished them, and here where it has finished them with other settings
     shares: str | None = None
