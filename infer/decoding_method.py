@@ -1,5 +1,7 @@
 """What takes the arguments of transformers' `generate`, and decodes in its place."""
 
+from __future__ import annotations
+
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

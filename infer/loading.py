@@ -1,5 +1,7 @@
 """Loading of a target and its drafters for decoding."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

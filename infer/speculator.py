@@ -1,5 +1,7 @@
 """The public face of decoding: a callable for `model.generate(custom_generate=…)`."""
 
+from __future__ import annotations
+
 import copy
 import functools
 import threading
@@ -72,7 +74,7 @@ def _one_request(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def alone(self: "Speculator", *args: Any, **options: Any) -> Any:
+    def alone(self: Speculator, *args: Any, **options: Any) -> Any:
         if not self._lock.acquire(blocking=not _requests.open):
             spare = self._spare()
             try:
@@ -105,24 +107,28 @@ class Speculator(DecodingMethod):
             be moved or recast between requests.
         drafter: bound to that target, or None to decode plainly in the same runtime; or several,
             whose trees are verified together, see `Union`.
-        tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None. Or
-            one for each kind of request, by batch size and temperature, see `TreesByRequest`.
-        rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
-            `typical` keep the target's distribution. Without sampling every rule is `greedy`.
-        expansion: how children are chosen when sampling, see `Children`; None: the rule's own,
-            or `topk` where that would be biased by the tree.
+        tree: a tree's name, such as `"chain:4"`, `"cartesian:3,2,1"`, `"best-first:32,8,5"` or
+            `"plain"`; a list of rank paths; or a policy. Or a mapping from (batch size,
+            temperature) to these, of which each request takes the nearest. None is the deepest
+            chain (of each drafter).
+        rule: which drafted tokens are accepted when sampling: `coupled` (None takes it), `match`,
+            `rejection`, `block`, `traversal`; or `typical`, which alone does not keep the target's
+            distribution. Without sampling every rule is `greedy`.
+        expansion: how the children of a node are chosen when sampling: `topk`, `coupled`,
+            `with_replacement` or `without_replacement`. None: the rule's own, or `topk` where that
+            would be biased by the tree.
         tokenizer: only needed for `stop_strings`.
         graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
-        compile: whether forwards are made faster at some cost beforehand, or how; `auto` is True on
-            a CPU where a short trial finds that faster, else False. True packs the
-            weights on a CPU, of drafters too, for which it needs their size in memory once more.
-            Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
-            first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
-            may fall otherwise than without; in float64 nothing is packed.
+        compile: on a CPU, whether layers of target and drafters run by faster kernels or on packed
+            weights: True, False, or `auto` where a short trial finds that faster. A packed copy
+            takes their size in memory once more. Elsewhere True, or a mode of `torch.compile`,
+            compiles the target's forwards, so that the first round of each batch size takes long;
+            `auto` does not. Sums are rounded otherwise, so near-ties may be decided otherwise than
+            without; on a CPU float64 runs as it is.
         fused: whether norms, rotary embedding with cache write, and products of the same states are
             a kernel each in the target's forwards over trees, see `heads/core/fused.py`; packed
             ones are, and of compiled ones the products. None: on a GPU where a trial passes.
@@ -133,8 +139,12 @@ class Speculator(DecodingMethod):
 
     Attributes:
         trees: by kind of request, which another speculator takes as `tree`.
-        stats: what the last call did.
+        stats: what the last call did: `tau`, `drafted`, `logprobs` and more, see `Stats`.
         decoding_drafters: the drafters, or packed copies of them.
+
+    Raises:
+        OptionError: an argument that cannot be used, by name.
+        UnsupportedTarget: a model that cannot decode token trees exactly, with the reason.
     """
 
     def __init__(
@@ -223,14 +233,14 @@ class Speculator(DecodingMethod):
         if self.device.type == "cpu":
             release_threads()
 
-    def _spare(self) -> "Speculator":
+    def _spare(self) -> Speculator:
         """Another speculator like this one, for a single request; it captures no rounds."""
         spare = copy.copy(self)
         spare.target, spare.graphs = self.target.spare(), None
         spare._lock, spare._decodes = threading.RLock(), False
         return spare
 
-    def __copy__(self) -> "Speculator":
+    def __copy__(self) -> Speculator:
         found: Any = object.__new__(type(self))
         found.__dict__.update(self.__dict__)
         return found

@@ -1,7 +1,10 @@
 """The help of the commands: its order, its width, and the options that it hints at."""
 
+import inspect
+
 import pytest
 
+import headstart
 from headstart.cli import main
 from headstart.commands import COMMANDS
 
@@ -53,3 +56,10 @@ def test_hints_at_an_option(option: str, hint: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == (
         f"headstart: error: no option {option}{hint}; see headstart generate --help\n"
     )
+
+
+@pytest.mark.parametrize("name", ["load", "Speculator", "Batcher", "Recorder", "Grammar"])
+def test_signatures_of_the_public_names_are_readable(name: str) -> None:
+    """`help` shows types by the names that the source has for them, without their modules."""
+    said = str(inspect.signature(getattr(headstart, name)))
+    assert "transformers." not in said and "headstart." not in said, said
