@@ -134,8 +134,17 @@ MEASURING = {
     "verify-lossless": "--limit 2 --new-tokens 16 --draws 128",
 }
 """What makes commands that measure short."""
-LIMIT = "--shape toy --megabytes 64 --new-tokens 8 --repeats 1"
-"""The same for `python -m benchmarks.cpu limit`."""
+BENCHMARKS = {
+    "-m benchmarks.architectures": "--type llama",
+    "-m benchmarks.gpu": "--family medusa",
+    "-m benchmarks.cpu limit": "--shape toy --megabytes 64 --new-tokens 8 --repeats 1",
+    "-m benchmarks.launches": "--nodes 1 --vocabulary 1024",
+    "benchmarks/compare_medusa2.py": "--limit 4",
+    "benchmarks/compare_rules.py": "--limit 2",
+    "benchmarks/compare_union.py": "--limit 2 --repeats 1",
+    "benchmarks/sequoia.py": "--limit 4 --new-tokens 16",
+}
+"""The same for `python …`."""
 
 
 def small(command: Command) -> str:
@@ -145,8 +154,11 @@ def small(command: Command) -> str:
         text = command.text.partition(" #")[0]
         text = text.replace("--batch-size 8", "--batch-size 2")  # the small corpus has two prompts
         return f"{text} {MEASURING[words[1]]}"
-    if words[1:4] == ["-m", "benchmarks.cpu", "limit"]:
-        return f"{command.text.partition(' #')[0]} {LIMIT}"
+    if words[0] == "python":
+        called = shlex.join(words[1:])
+        for name, short in BENCHMARKS.items():
+            if f"{called} ".startswith(f"{name} "):
+                return f"{command.text.partition(' #')[0]} {short}"
     where = words.index("headstart") + 1 if "headstart" in words else 0
     if words[0] != "headstart" or words[where] not in ("train", "distill", "check", "quickstart"):
         return command.text
@@ -155,6 +167,12 @@ def small(command: Command) -> str:
     recipe = words[where + 1] if words[where] != "quickstart" else "quickstart"
     own = recipe == "own-model" or recipe.endswith(".yaml")
     return f"{command.text.partition(' #')[0]} {OWN if own else TINY}"
+
+
+def test_benchmarks_that_are_made_short_are_shown() -> None:
+    run_as = [small(command) for block in BLOCKS for command in block.commands if command.runs]
+    for name, short in BENCHMARKS.items():
+        assert any(name in text and text.endswith(short) for text in run_as), name
 
 
 @pytest.fixture(scope="session")
