@@ -47,7 +47,7 @@ def check(command: Command) -> None:
     recipe = getattr(options, "recipe", None)
     if words[0] in ("train", "distill", "check", "quickstart") and recipe != "RECIPE":
         known = {*shipped_recipes(), *shipped_parts()}
-        theirs = recipe and not known.issuperset(recipe.split("+"))
+        theirs = recipe and "=" not in recipe and not known.issuperset(recipe.split("+"))
         load_recipe("own-model" if theirs else recipe or "quickstart", options.overrides)
 
 
@@ -73,6 +73,7 @@ def test_commands_are_found() -> None:
     [
         ("headstart bench --prompts x --node 8", UsageError),
         ("headstart train quickstart train.max_step=3", RecipeError),
+        ("headstart train train.max_steps=3", RecipeError),
         ("headstart draw x", UsageError),
         ("headstart generate 'a prompt'", UsageError),
     ],

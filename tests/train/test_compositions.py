@@ -138,6 +138,7 @@ def test_a_base_may_be_composed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("train.epochs=2", r"is a setting, and stands where .* e\.g\. own-model train\.epochs=2"),
         ("medusa", r"'medusa' is a part of recipes; join it .*e\.g\. medusa\+llama.*1x24gb"),
         ("medusa+llama-3.1-8", r"no part 'llama-3.1-8' \(did you mean 'llama-3.1-8b'\?\); parts:"),
         ("qwen3-8b+medusa", "family medusa stands after qwen3-8b.*write the family first"),

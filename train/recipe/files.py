@@ -133,6 +133,11 @@ def _find(name: str) -> Path:
             f"{name!r} is a part of recipes; join it with others by +, e.g. {example}; parts: "
             f"{', '.join(parts)}"
         )
+    if "=" in name:
+        raise RecipeError(
+            f"{name!r} is a setting, and stands where the recipe is expected; name that first, "
+            f"e.g. own-model {name}"
+        )
     raise RecipeError(
         f"no recipe {name!r}: neither a file nor a shipped recipe"
         f"{nearest(name, [*shipped, *parts])}; give a path, or what `headstart "
