@@ -27,6 +27,16 @@ def test_links_resolve() -> None:
             assert (path.parent / link).exists(), f"{path}: {link}"
 
 
+def test_lists_are_lists_on_the_site_too() -> None:
+    """Python-Markdown reads less as a list than GitHub does, and shows the rest as text."""
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+        loose = re.search(r"^\n {1,3}\S.*", text, re.MULTILINE)
+        assert not loose, f"{path}: indent what belongs to an item by four spaces: {loose[0]}"
+        joined = re.search(r"^[^-*#>|\s\d].*\n[-*] .*", text, re.MULTILINE)
+        assert not joined, f"{path}: an empty line before a list: {joined[0]}"
+
+
 def code(language: str) -> str:
     """The example's first block in a language."""
     found = re.search(rf"```{language}\n(.*?)```", EXAMPLE, re.DOTALL)
