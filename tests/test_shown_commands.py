@@ -235,9 +235,24 @@ def test_what_documents_show_runs(block: Block, scratch: Path) -> None:
             run(small(command), scratch)
 
 
+def python_of(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+(FIRST,) = python_of(ROOT / "README.md")
+"""What makes the `speculator` and the `inputs` that the pages go on with."""
+PROGRAMS = [
+    pytest.param(f"{FIRST}\n{program}" if program != FIRST else program, id=f"{path.name}:{place}")
+    for path in documents()
+    if path.name != "adding-a-drafter.md"  # whose code tests/test_documents.py runs
+    for place, program in enumerate(python_of(path))
+    if "ORG/MODEL" not in program
+]
+
+
 @pytest.mark.docs
-def test_the_readmes_python_runs(scratch: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_python_that_documents_show_runs(program: str, scratch: Path) -> None:
     run(f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}", scratch)
 
 
