@@ -9,9 +9,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
+from headstart.matrix import Matrix
 from headstart.train.data.questions import read_questions
 from tests.headstart.test_cli import artifact
 from tests.support.bytewise import save_target
+from tests.support.paths import ROOT
 
 ROWS = [
     {"question_id": 1, "category": "writing", "turns": ["abc", "again"]},
@@ -194,3 +196,10 @@ def test_what_a_round_reads_is_that_of_its_batch_and_its_tree(
     one, two = (found[size, "chain:1"]["cache_mb"] for size in (1, 2))
     assert two == pytest.approx(2 * one)
     assert found[1, "plain"]["drafter_mb"] == 0 < found[1, "chain:1"]["drafter_mb"]
+
+
+def test_the_page_names_every_key() -> None:
+    page = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
+    _, _, page = page.partition("## A matrix")
+    for key in Matrix.__dataclass_fields__:
+        assert f"\n{key}: " in page or f"`{key}`" in page, key
