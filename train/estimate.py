@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
+from headstart.heads.artifacts.hub import model_commit, target_options
 from headstart.heads.core import LayerShape, causal_class, decoder_of, load_pretrained
 from headstart.heads.core.layer_sizes import inner_size, layer_configs
 from headstart.heads.parts.own_layers import attending_layers
@@ -93,9 +94,17 @@ class Estimate:
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """The config of a model: one that shipped recipes know, or read as transformers does."""
+    """The config of a model: one that shipped recipes know, or read as transformers does.
+
+    Raises:
+        ArtifactError: there is no such model.
+    """
     known = architectures()
     if name not in known:
+        if Path(name).is_dir():
+            target_options(name)  # the folder of a drafter or of a run
+        else:
+            model_commit(name, None)
         return load_pretrained(AutoConfig, name)
     sizes = dict(known[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)

@@ -190,3 +190,21 @@ def test_targets_that_also_read_images_are_small(name: str) -> None:
     assert len(model.get_decoder().layers) == LAYERS
     vision = small.vision_config
     assert getattr(vision, "depth", None) == 1 or vision.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("ORG/MODEL", "ORG/MODEL stands for a model of yours"),
+        ("nobody/nothing", "nobody/nothing is not a folder, and was not found on the Hub"),
+        ("{empty}", "holds no config.json"),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(
+    model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model.format(empty=tmp_path)
+    options = [f"target.model={model}", "corpus.source=x.jsonl", f"output={tmp_path}/runs"]
+    assert main(["train", "own-model", *options, "--smoke"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
