@@ -150,3 +150,5 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     built = (tmp_path / "site" / "reference" / "recipe.html").read_text(encoding="utf-8")
     assert "train.learning_rate" in built and "generated:" not in built
+    built = (tmp_path / "site" / "reference" / "commands.html").read_text(encoding="utf-8")
+    assert "<td><code>--compile auto|on|off</code></td>" in built

@@ -116,7 +116,8 @@ def commands_page() -> str:
         ]
         lines += ["| argument | meaning |", "|---|---|"]
         for action in parser._actions:
-            flags = ", ".join(f"`{_cell(flag)}`" for flag in _flags(action))
+            # A pipe within backticks ends no cell, and would be shown with its escape.
+            flags = ", ".join(f"`{flag}`" for flag in _flags(action))
             lines.append(f"| {flags} | {_cell(_meaning(action))} |")
         examples = (parser.epilog or "").removeprefix("examples:\n")
         lines += ["", "```bash", textwrap.dedent(examples), "```", ""]
@@ -183,7 +184,7 @@ def _table(keys: list[Key], path: str) -> list[str]:
             anchor = re.sub(r"[^\w-]", "", where.lower())
             meaning = f"{meaning} [The keys of this section](#{anchor})".strip()
         kind = f"{key.kind}, {key.allowed}" if key.allowed else key.kind
-        default = f"`{_cell(key.default)}`" if key.default else "must be given"
+        default = f"`{key.default}`" if key.default else "must be given"
         lines.append(f"| `{full}` | {_cell(kind)} | {default} | {_cell(meaning)} |")
     return lines
 
