@@ -69,7 +69,11 @@ class Step:
 
 
 class Drafter(StoredDrafter):
-    """Base of all drafters. Shapes: B batch, A tokens just committed, W nodes, V vocabulary."""
+    """Base of all drafters; docs/adding-a-drafter.md is a worked example.
+
+    Shapes: B batch, T tokens of a prompt, A tokens just committed, W nodes of a level, N nodes of a
+    tree, F sizes of the features together, V vocabulary.
+    """
 
     config_class = DrafterConfig
     base_model_prefix = ""

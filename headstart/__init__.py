@@ -1,5 +1,12 @@
 """headstart: draft heads for causal language models, and exact decoding with them.
 
+    speculator = headstart.load("ORG/MODEL", "ORG/DRAFTER")
+    output = speculator.generate(**inputs, max_new_tokens=128)
+
+`load` makes a `Speculator`, which decodes; a `Batcher` decodes the requests of several threads
+together. A `Grammar` is a form that text follows; a `Recorder` keeps requests, for
+`headstart adapt`. New families of drafters derive from `Drafter` and `DrafterConfig`.
+
 The public names are imported on first use, so that `import headstart` and `headstart --help` stay
 light: nothing here loads torch until a name is asked for.
 """

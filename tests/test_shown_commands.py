@@ -139,6 +139,7 @@ BENCHMARKS = {
     "-m benchmarks.architectures": "--type llama",
     "-m benchmarks.gpu": "--family medusa",
     "-m benchmarks.cpu limit": "--shape toy --megabytes 64 --new-tokens 8 --repeats 1",
+    "-m benchmarks.cpu products": "--shape toy --rows 1 --repeats 1",
     "-m benchmarks.launches": "--nodes 1 --vocabulary 1024",
     "benchmarks/compare_medusa2.py": "--limit 4",
     "benchmarks/compare_rules.py": "--limit 2",
