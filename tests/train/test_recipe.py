@@ -72,6 +72,8 @@ def test_defaults_and_drafter_options() -> None:
         ("decode.rule", "gredy", ["decode.rule", "did you mean 'greedy'"]),
         ("decode.tree", 4, ["decode.tree", "a string or a list"]),
         ("decode.tree", [[0], ["a"]], ["decode.tree: path 1 is ['a']", "integers"]),
+        ("decode.tree", "best-first:8,3,4", ["found best-first", "fixed shape", "--tree"]),
+        ("decode.tree", "chain:2+chain:3", ["decode.tree: found chain:2+chain:3", "sparse:N"]),
         ("target.dtype", "fp32", ["target.dtype", "float32"]),
         ("target.scratch", {}, ["target: expected exactly one of model and scratch"]),
         ("target.model", None, ["target: expected exactly one of model and scratch"]),

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from huggingface_hub.dataclasses import as_validated_field, validated_field
 
 from headstart.infer.rules.registry import RULES
-from headstart.infer.trees.texts import check_static, read_tree, sparse_nodes
+from headstart.infer.trees.paths import RankPaths
+from headstart.infer.trees.texts import read_tree, sparse_nodes
 
 from ..losses import LOSSES
 
@@ -93,8 +94,13 @@ def tree_field(tree: str | list[Any]) -> None:
     for place, path in enumerate(tree if isinstance(tree, list) else []):
         if not isinstance(path, list) or any(type(index) is not int for index in path):
             raise ValueError(f"path {place} is {path!r}, expected a list of integers")
-    if isinstance(tree, str) and not tree.endswith(".json") and not sparse_nodes(tree):
-        check_static(read_tree(tree))
+    if not isinstance(tree, str) or tree.endswith(".json") or sparse_nodes(tree):
+        return
+    if not isinstance(read_tree(tree), RankPaths):
+        raise ValueError(
+            f"found {tree}, which is no tree of one fixed shape; expected plain, chain:K, "
+            "cartesian:A,B,…, sparse:N or rank paths (other trees are for decoding: --tree)"
+        )
 
 
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device maps
