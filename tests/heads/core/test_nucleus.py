@@ -37,8 +37,8 @@ def rows(count: int) -> dict[str, Tensor]:
     odd[6] = odd[6].sign() * 0.0  # of both signs
     odd[7] *= 1e7
     return {
-        "normal": 3 * normal(count, 1000),
-        "peaked": 8 * normal(count, 2000),
+        "normal": 3 * normal(count, 600),
+        "peaked": 8 * normal(count, 700),
         "rounded": (2 * normal(count, 300)).round() / 2,
         "few values": torch.randint(3, (count, 64), generator=generator).log(),
         "flat": torch.zeros(2, 128),
