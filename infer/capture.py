@@ -8,7 +8,7 @@ shape, a state that the next capture replaces. `Borrowed` finds it and holds it 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # does work; returns what repeats it
 
@@ -89,22 +88,28 @@ class Borrowed(TorchDispatchMode):
     ) -> Any:
         if not _watched.on:
             return function(*args, **(kwargs or {}))
-        for storage in _storages((args, kwargs)):
+        for storage in _storages((args, tuple((kwargs or {}).values()))):
             place = storage.data_ptr()
             if place not in self._made and place not in self.held and storage.nbytes() <= _SMALL:
                 self.held[place] = storage
         found = function(*args, **(kwargs or {}))
         # What is made is never where something is that was there before, since that is held.
         self._made.update(
-            place for storage in _storages(found) if (place := storage.data_ptr()) not in self.held
+            place
+            for storage in _storages((found,))
+            if (place := storage.data_ptr()) not in self.held
         )
         return found
 
 
-def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for value in tree_iter(values):
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            yield value.untyped_storage()
+def _storages(values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
+    """Those of an operator's values, which stand alone or in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                yield value.untyped_storage()
+        elif isinstance(value, (list, tuple)):
+            yield from _storages(value)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from headstart.infer import Speculator
 from headstart.infer.capture import CudaCapture
@@ -44,6 +43,11 @@ class Own:
         """Hold it no longer: the recording has ended."""
         self._held = None
 
+    @property
+    def held(self) -> bool:
+        """Whether it is the record's for good, since nobody else held it at a replay."""
+        return self._held is not None
+
     def storage(self) -> Any:
         """Where others look for it, or some of the same size where nobody does."""
         if self._held is None:
@@ -60,10 +64,13 @@ class Place:
     def __init__(self, tensor: Tensor, memory: Own | StorageWeakRef, what: str):
         self._memory, self._what, self._dtype = memory, what, tensor.dtype
         self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._held: Tensor | None = None
         self.key = id(memory), self._dtype, self._where
 
     def tensor(self) -> Tensor:
         """What lies there now."""
+        if self._held is not None:
+            return self._held
         if isinstance(self._memory, Own):
             storage = self._memory.storage()
         else:
@@ -71,7 +78,10 @@ class Place:
         if storage is None:
             size = tuple(self._where[1])
             raise DeadMemory(f"{size} of {self._dtype}, which {self._what} uses, is gone")
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._where)
+        found = torch.empty(0, dtype=self._dtype).set_(storage, *self._where)
+        if isinstance(self._memory, Own) and self._memory.held:
+            self._held = found  # the memory stays, and so may the tensor
+        return found
 
 
 @dataclass
@@ -109,7 +119,8 @@ class _Record(TorchDispatchMode):
             self._keep(args[0])
         if _is_view(function):
             return function(*args, **kwargs)
-        placed, named = tree_map_only(Tensor, lambda each: self._place(each, name), (args, kwargs))
+        placed = self._placed(args, name)
+        named = {key: self._placed(value, name) for key, value in kwargs.items()}
         found = function(*args, **kwargs)
         for tensor in _tensors(found):
             self._keep(tensor)
@@ -121,6 +132,14 @@ class _Record(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._outside and storage._cdata not in self.own:
             self.own[storage._cdata] = Own(storage)
+
+    def _placed(self, value: Any, name: str) -> Any:
+        """A value with places for its tensors."""
+        if isinstance(value, Tensor):
+            return self._place(value, name)
+        if type(value) in (list, tuple):
+            return type(value)(self._placed(each, name) for each in value)
+        return value
 
     def _place(self, tensor: Tensor, name: str) -> Place:
         storage = tensor.untyped_storage()
@@ -195,7 +214,7 @@ class _Outside(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in _tensors((args, *kwargs.values())):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._made and storage._cdata not in self.found:
                 seen = function.overloadpacket.__name__, storage.nbytes(), StorageWeakRef(storage)
@@ -228,7 +247,8 @@ def _there(value: Any, there: dict[Place, Tensor]) -> Any:
 def _tensors(found: Any) -> list[Tensor]:
     if isinstance(found, Tensor):
         return [found]
-    return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
+    values = found if isinstance(found, (list, tuple)) else ()
+    return [leaf for value in values for leaf in _tensors(value)]
 
 
 def on_tape(speculator: Speculator, capture: Callable | None = None) -> Any:
