@@ -356,7 +356,7 @@ def test_ngrams_and_least_lengths_are_captured(
     monkeypatch.setattr(request, "FIRST_TOKENS", 8)
     monkeypatch.setattr(request, "free_bytes", lambda device: None)
     replayed, written, tape = both("medusa", place=place, rule=rule)
-    options: dict[str, Any] = {"no_repeat_ngram_size": 2, "max_new_tokens": 90}
+    options: dict[str, Any] = {"no_repeat_ngram_size": 2, "max_new_tokens": 60}
     options |= {"sequence_bias": [[[20], 1.5]], "bad_words_ids": [[11], [12]]}
     options |= {} if rule is None else {**SAMPLED, "top_k": 20}
     texts = []

@@ -23,6 +23,7 @@ from headstart.heads import DecodingError, OptionError, SlabCache
 from headstart.heads.artifacts.plan import machine
 from headstart.heads.core import weight_of
 from headstart.infer import Batcher, Speculator
+from headstart.infer.measure import costs, forward_costs, planner
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.tensor_parallel import load_in_parts, loading
 from headstart.infer.tensor_parallel import workers as connecting
@@ -222,7 +223,9 @@ def test_calls_from_within_a_request(llama: Any) -> None:
     assert written(speculator, **GREEDY, logits_processor=[ask]) == inner[0] == inner[1]
 
 
-def test_plans_are_for_so_many_processes(llama: Any) -> None:
+def test_plans_are_for_so_many_processes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (costs, forward_costs, planner):
+        monkeypatch.setattr(module, "SECONDS", 0.0)  # one turn of each
     drafter = own_drafter("medusa").bind(llama)
     prompts = list(torch.randint(1, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0)))
     plan = make_plan(llama, drafter, prompts, new_tokens=8, max_nodes=4)
