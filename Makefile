@@ -7,6 +7,9 @@ ARGS ?=
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 READY := .venv/ready
 
+# Tests start many processes, each of which would compile the packages anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test distributed check docs clean
 
 quickstart: $(READY)
