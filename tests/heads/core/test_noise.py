@@ -14,7 +14,7 @@ from headstart.heads.core.noise import Stream
 from tests.support.interpreter import run_interpreted, without_triton
 
 WIDTHS = (1, 50, 1024, 2500)
-NARROW = (1, 50, 600)  # in the interpreter, whose blocks are smaller
+NARROW = (1, 50, 256, 600)  # in the interpreter, whose blocks are smaller
 TIES = 1e-12  # more than float64 rounds to, and less than two scores differ by
 
 
