@@ -177,7 +177,9 @@ class Writer:
         tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
         tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
         written = f"{counted(tokens, 'token')} in {seconds:.2f} s"
-        print(f"{written} ({tokens / seconds:.0f}/s){tau}", file=sys.stderr)
+        kept = f", {counted(stats.kept_tokens, 'token')} of the prompt kept"
+        kept = kept if stats.kept_tokens else ""
+        print(f"{written} ({tokens / seconds:.0f}/s){tau}{kept}", file=sys.stderr)
         return found
 
 

@@ -528,10 +528,11 @@ def test_the_rate_is_without_the_time_of_waiting(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     batcher = Scripted(lambda written: None)
-    batcher.stats = SimpleNamespace(prefill_seconds=0.25, decode_seconds=0.25, rounds=0)  # type: ignore[assignment]
+    stats = SimpleNamespace(prefill_seconds=0.25, decode_seconds=0.25, rounds=0, kept_tokens=7)
+    batcher.stats = stats  # type: ignore[assignment]
     with served(batcher) as client:
         post(client, "/v1/chat/completions", BODY)
-    assert "1 token in 0.50 s (2/s)" in capfd.readouterr().err
+    assert "1 token in 0.50 s (2/s), 7 tokens of the prompt kept" in capfd.readouterr().err
 
 
 EXITS = """
