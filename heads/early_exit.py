@@ -146,7 +146,7 @@ class EarlyExit(TrimmedVocabulary):
         return own or self._first.cached.needs_length_bound
 
     def start(self, batch: int, capacity: int) -> EarlyExitState:
-        state = EarlyExitState(self._first.cached.start(batch))
+        state = EarlyExitState(self._first.start(batch))
         if self._own is not None:
             made = self._own.start(batch)
             state.own = OwnCache(made.slab, made.lengths)
@@ -168,7 +168,7 @@ class EarlyExit(TrimmedVocabulary):
         with self._first.fused:
             found = self._first.cached.begin(state.first, count, input_ids=tokens)
         if self._own is not None:
-            hidden = found.last_hidden_state.to(self.dtype)  # [B, A, D]
+            hidden = found.last_hidden_state.to(self.norm.weight.dtype)  # [B, A, D]
             found = self._own.begin(state.own, count, inputs_embeds=hidden)
         return self._proposals(last_true(found.last_hidden_state, count).unsqueeze(1))
 
@@ -176,7 +176,7 @@ class EarlyExit(TrimmedVocabulary):
         with self._first.fused:
             found = self._first.cached.extend(state.first, parent, input_ids=tokens)
         if self._own is not None:
-            hidden = found.last_hidden_state.to(self.dtype)  # [B, W, D]
+            hidden = found.last_hidden_state.to(self.norm.weight.dtype)  # [B, W, D]
             found = self._own.extend(state.own, parent, inputs_embeds=hidden)
         return self._proposals(found.last_hidden_state)
 

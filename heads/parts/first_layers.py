@@ -19,51 +19,41 @@ from ..core import (
     runs_packed,
     take_whole_models,
 )
-from .cached_layers import CachedLayers
+from .cached_layers import CachedLayers, DraftCache
 from .own_layers import compute_experts_alike, last_norm, layers_of
 
 
 class FirstLayers:
     """The first layers of a target as a drafter runs them; see `first_layers` for the arguments.
 
-    They are made anew where the target was moved or packed since. A copy makes its own, of its copy
-    of the target.
+    A copy makes its own, of its copy of the target.
+
+    Attributes:
+        cached: their forwards over a cache, as of a model without output layer.
+        fused: the context to run them in; it may be entered again.
     """
 
     def __init__(self, target: PreTrainedModel, count: int, norm: bool):
         self._of = target, count, norm
-        self._made = self._make()
+        self._make()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(*copy.deepcopy(self._of, memo))
 
-    @property
-    def cached(self) -> CachedLayers:
-        """Their forwards over a cache, as of a model without output layer; see `fused`."""
-        return self._current()[1]
+    def start(self, batch: int) -> DraftCache:
+        """A request's cache; the target may have been packed in place since the last one."""
+        if runs_packed(self._of[0]) != self._packed:
+            self._make()
+        return self.cached.start(batch)
 
-    @property
-    def fused(self) -> AbstractContextManager[Any]:
-        """The context to run them in; it may be entered again."""
-        return self._current()[2]
-
-    def _current(self) -> tuple[Any, ...]:
-        made = self._made  # read once: other threads decode too
-        if made[0] != self._state():
-            self._made = made = self._make()
-        return made
-
-    def _state(self) -> tuple[Any, ...]:
-        target = self._of[0]
-        weight = next(target.parameters())
-        return weight.device, weight.dtype, runs_packed(target)
-
-    def _make(self) -> tuple[Any, ...]:
+    def _make(self) -> None:
         model = first_layers(*self._of)
-        if runs_packed(model):
+        self._packed = runs_packed(model)
+        if self._packed:
             take_whole_models(model)
-        fused = FusedLayers(model) if has_kernels_for(model) else nullcontext()
-        return self._state(), CachedLayers(decoder_of(model), tried=model), fused
+        kernels = has_kernels_for(model)
+        self.fused: AbstractContextManager[Any] = FusedLayers(model) if kernels else nullcontext()
+        self.cached = CachedLayers(decoder_of(model), tried=model)
 
 
 def first_layers(model: PreTrainedModel, count: int, norm: bool) -> PreTrainedModel:
