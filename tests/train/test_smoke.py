@@ -31,6 +31,7 @@ CASES = [
     "dflash+llama-3.1-8b+1x80gb",
     "pard+qwen3-8b+1x80gb",
     "mlp-speculator+llama-3.1-8b+1x24gb",
+    "early-exit+llama-3.1-8b+1x24gb",
     "mtp+mistral-7b+1x80gb",
     "lookup+mistral-7b+1x80gb",
     "recycling+qwen3-8b+1x80gb",
