@@ -73,26 +73,27 @@ class DrafterSource:
         """The local folder of the files; those on the Hub are downloaded."""
         if self._local is not None:
             return self._local
-        if Path(self.name).exists() or not is_hub_name(split_revision(self.name)[0]):
-            raise ArtifactError(
-                f"no drafter at {self.name!r}: neither a folder nor the name of a Hub repository; "
-                "check the name."
-            )
-        if self.name in FAMILIES and family(self.name).weightless:
+        named = self.name.partition(":")[0]
+        if named in FAMILIES and family(named).weightless:
             raise ArtifactError(
                 f"{self.name!r} drafts without weights, so there are no files of it; give the "
                 "folder of a trained drafter, or its name on the Hub."
             )
-        if self.name in FAMILIES:
+        if named in FAMILIES:
             raise ArtifactError(
                 f"{self.name!r} is a family of drafters, and not a trained one; give the folder of "
-                f"one, such as `headstart quickstart --drafter {self.name}` trains, or its name on "
-                "the Hub."
+                f"one, such as `headstart quickstart --drafter {named}` trains, or its name on the "
+                "Hub."
             )
         if self.name in PUBLISHED:
             raise ArtifactError(
                 f"{self.name!r} is a family of drafters that are not trained here; give the name "
                 "on the Hub, or the folder, of one that was published."
+            )
+        if Path(self.name).exists() or not is_hub_name(split_revision(self.name)[0]):
+            raise ArtifactError(
+                f"no drafter at {self.name!r}: neither a folder nor the name of a Hub repository; "
+                "check the name."
             )
         folder = download(self.name, files_to_download(self._listed, self.allow_pickle))
         if not folder.is_dir():  # the repository has none of the files

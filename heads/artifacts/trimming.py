@@ -64,7 +64,8 @@ def check_can_be_trimmed(drafter: Drafter, size: int) -> None:
             f"{name} drafter belongs to an adapted target; write both as ordinary models first "
             "(headstart merge), and trim the drafter among them."
         )
-    if not isinstance(drafter, TrimmedVocabulary | DraftModel):
+    own = isinstance(drafter, TrimmedVocabulary | DraftModel)
+    if not own or not any(True for _ in drafter.parameters()):
         raise ArtifactError(
             f"{name} drafter has no output layer that could be trimmed; expected trained heads, "
             "decoder layers or a draft model, such as medusa, eagle3 or draft_model."

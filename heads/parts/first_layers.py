@@ -92,7 +92,11 @@ def first_layers(model: PreTrainedModel, count: int, norm: bool) -> PreTrainedMo
         module._buffers.update({own: theirs._buffers[own] for own in module._buffers})
     if not norm:
         decoder = decoder_of(made)
-        last = last_norm(decoder)
+        if (last := last_norm(decoder)) is None:
+            raise OptionError(
+                f"which norm follows the layers of {model.config.model_type} is not known here, so "
+                "no layer can be trained after an early exit; use another drafter."
+            )
         own = next(name for name, part in decoder.named_children() if part is last)
         decoder._modules[own] = nn.Identity()
     if runs_packed(model):

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         )
     from headstart.doctor.diagnosis import diagnose
     from headstart.doctor.pairs import Pair, Rendering
-    from headstart.heads import family, load_drafter
+    from headstart.heads import TrainableDrafter, family, load_drafter
     from headstart.heads.artifacts.source import SourceKind
     from headstart.reports.diagnosis import print_diagnosis
     from headstart.reports.tables import to_json
@@ -76,12 +76,15 @@ def run(options: argparse.Namespace) -> int:
         (source,) = drafter_sources(options)
         weightless = source.kind is SourceKind.WEIGHTLESS
         manifest = source.manifest if source.kind is SourceKind.ARTIFACT else None
+        untrained = UsageError(f"--drafter {source} has learnt nothing that could be compared")
         if weightless or (manifest and family(manifest.family).weightless):
-            raise UsageError(f"--drafter {source} has learnt nothing that could be compared")
+            raise untrained
         plain = argparse.Namespace(**vars(options) | {"drafter": None})
         speculator = load_speculator(plain)
         tokenizer: Any = speculator.tokenizer
         drafter = load_drafter(source, speculator.model, tokenizer, other_target=True)
+        if isinstance(drafter, TrainableDrafter) and not any(True for _ in drafter.parameters()):
+            raise untrained  # an early exit without layers of its own
         rendering = Rendering(template_kwargs=options.template_kwargs, system=options.system)
         found = diagnose(
             Pair(speculator.model, drafter, tokenizer, rendering),

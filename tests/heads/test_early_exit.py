@@ -18,6 +18,7 @@ from headstart.heads import (
 )
 from headstart.heads.artifacts.saving import save_drafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
+from headstart.heads.artifacts.trimming import trimmed
 from headstart.heads.core import CpuLinear, capture, decoder_layers, decoder_of
 from headstart.heads.early_exit import EarlyExit, EarlyExitConfig
 from headstart.heads.parts.first_layers import first_layers
@@ -117,6 +118,8 @@ def test_what_has_no_layers_of_its_own_is_an_artifact_without_weights(tmp_path: 
     ids, _ = prompts([9])
     found = [headstart.load(model, each).generate(ids, **GREEDY) for each in (made, again)]
     assert torch.equal(*found)
+    with pytest.raises(ArtifactError, match="an early_exit drafter has no output layer that could"):
+        trimmed(made, torch.arange(9))
 
 
 def test_what_would_train_nothing_is_refused() -> None:
@@ -169,7 +172,7 @@ def test_the_number_of_layers_may_follow_the_name() -> None:
         with pytest.raises(ArtifactError, match="such as early_exit:4") as caught:
             headstart.load(model, name)
         one_line(caught.value)
-    with pytest.raises(ArtifactError, match="no drafter at 'lookup:3'"):
+    with pytest.raises(ArtifactError, match="'lookup:3' drafts without weights"):
         headstart.load(model, "lookup:3")
     with pytest.raises(OptionError, match=r"exit_layer is 9; .* 9 layers: expected 1 … 8") as wrong:
         headstart.load(model, "early_exit:9")

@@ -28,7 +28,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mlp_speculator", {"inner_dim": 24}), ("dflash", {"layers": 1}),
     ("dflash", {"layers": 1, "markov_rank": 4}), ("dflash", {"layers": 1, "selector_rank": 4}),
     ("eagle3", {"output": "trimmed", "draft_vocab_size": VOCAB - 1}),
-    ("draft_model", {"layers": 1}), ("pard", {"layers": 1, "depths": 3}),
+    ("early_exit", {}), ("draft_model", {"layers": 1}), ("pard", {"layers": 1, "depths": 3}),
     ("pard", {"layers": 1, "depths": 3, "feature_layers": [1]}),
 ]  # fmt: skip
 

@@ -193,6 +193,14 @@ def test_a_draft_model_that_proposes_some_tokens_has_no_map(
     assert json.loads(capsys.readouterr().out)["causes"] == []
 
 
+@pytest.mark.parametrize("name", ["lookup", "early_exit:1"])
+def test_what_has_learnt_nothing_is_not_diagnosed(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(name, tmp_path, "--target", str(model))) == 2
+    assert f"--drafter {name} has learnt nothing" in capsys.readouterr().err
+
+
 def test_another_target_is_measured_and_not_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
