@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train.recipe import Recipe, RecipeError, load_recipe, parse_recipe, shipped_recipes
+from headstart.train.recipe import (
+    Recipe,
+    RecipeError,
+    load_recipe,
+    loading,
+    parse_recipe,
+    shipped_recipes,
+)
 
 
 def least() -> dict:
@@ -250,3 +257,21 @@ def test_torch_is_not_imported() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_family_of_own_model_says_whose_settings_it_keeps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_warned", set())
+    for _ in range(2):
+        load_recipe("own-model", ["drafter.family=eagle3"])
+    (said,) = caplog.messages
+    assert "eagle3+1x80gb" in said and "loss soft_cross_entropy, learning_rate 5e-05" in said
+    caplog.clear()
+    load_recipe("own-model", ["drafter.family=eagle3", "train.learning_rate=5e-5"])
+    assert "learning_rate" not in caplog.text and "loss soft_cross_entropy" in caplog.text
+    caplog.clear()
+    for quiet in (["drafter.family=medusa"], ["drafter.family=lookup"], ["drafter.heads=3"]):
+        load_recipe("own-model", quiet)
+    load_recipe("eagle3+1x80gb")
+    assert not caplog.messages

@@ -55,6 +55,12 @@ def shipped_parts() -> dict[str, Part]:
     return {path.stem: Part(path.stem, kind, path) for kind, path in files}
 
 
+def own_settings(family: str) -> dict[str, Any]:
+    """What the part of a family sets in `train`; nothing where there is no such part."""
+    part = shipped_parts().get(family.replace("_", "-"))
+    return {} if part is None else _load(part.path).get("train", {})
+
+
 def shipped_combinations() -> list[str]:
     """The names of all recipes of a family, a model and a hardware profile."""
     kinds = ([p.name for p in shipped_parts().values() if p.kind == kind] for kind in KINDS)

@@ -5,6 +5,8 @@ Every mistake is one line that opens with the key's full path.
 
 import copy
 import dataclasses
+import logging
+import os
 import types
 import typing
 from collections.abc import Iterable
@@ -13,11 +15,18 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from headstart.heads.families import check_options
+from headstart.heads.families import check_options, with_article
 
 from .fields import RecipeError, nearest
-from .files import kind_of, read_recipe, read_yaml
+from .files import kind_of, own_settings, read_recipe, read_yaml
 from .schema import DrafterSpec, Recipe
+
+logger = logging.getLogger(__name__)
+
+_OWN = "own-model"
+"""The shipped recipe whose family users change."""
+
+_warned = set[tuple[str, ...]]()  # of which families and settings, since a recipe is read again
 
 
 def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -33,7 +42,30 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
         RecipeError: no such recipe, or one that is malformed.
         OptionError: no such family, or options that it does not have.
     """
-    return recipe_of(read_recipe(str(name_or_path)), overrides)
+    data, overrides = read_recipe(str(name_or_path)), list(overrides)
+    recipe = recipe_of(data, overrides)
+    if str(name_or_path) == _OWN and recipe.drafter.family != data["drafter"]["family"]:
+        _warn_of_settings(recipe.drafter.family, data, overrides)
+    return recipe
+
+
+def _warn_of_settings(family: str, data: dict[str, Any], overrides: list[str]) -> None:
+    """Say which settings of training remain those of another family."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    left = {
+        name: value
+        for name, value in own_settings(family).items()
+        if data["train"].get(name) != value and f"train.{name}" not in given
+    }
+    kept = family, *left
+    if left and kept not in _warned and int(os.environ.get("RANK", 0)) == 0:
+        _warned.add(kept)
+        part, said = family.replace("_", "-"), [f"{name} {value}" for name, value in left.items()]
+        logger.warning(
+            f"{_OWN} trains {with_article(family)} drafter as it trains "
+            f"{data['drafter']['family']} heads; {part}+1x80gb, with your target and prompts, has "
+            f"its own settings ({', '.join(said[:4])}{', …' if said[4:] else ''})."
+        )
 
 
 def recipe_of(data: dict[str, Any], overrides: Iterable[str] = ()) -> Recipe:
