@@ -135,7 +135,8 @@ class Speculator(DecodingMethod):
         prefix_caching: whether a single prompt that begins as the last one, as the next turn of a
             chat does, is run from where they differ. Meanwhile the last prompt's features are kept,
             too. Sums may be rounded otherwise than of a whole prompt, so near-ties may fall
-            otherwise. Prompts of a target with recurrent layers are run whole all the same.
+            otherwise. Prompts of a target with recurrent layers are run whole all the same. After a
+            change of the model's weights, make a new speculator.
 
     Attributes:
         trees: by kind of request, which another speculator takes as `tree`.
