@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from transformers import PreTrainedModel
 
 from ..core import ArtifactError
 from .files import CARD
 from .hub import download, is_hub_name, split_revision
 from .source import DrafterSource, SourceKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LICENSE = ("license", "license_name", "license_link")
 """What the front matter of a card says of it, as the Hub reads it."""
