@@ -285,6 +285,14 @@ def test_tests_are_collected_where_packages_are_missing() -> None:
             assert not found, f"{file} imports {found}; use pytest.importorskip"
 
 
+def test_no_file_of_tests_imports_another() -> None:
+    """What several need is in `tests/support`."""
+    of_tests = re.compile(r"^(?:from|import) tests\.(?:\w+\.)*test_", re.MULTILINE)
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        assert not of_tests.search(file.read_text()), file
+    assert of_tests.search("from tests.infer." + "test_loop import x")
+
+
 def _imports(node: ast.stmt) -> bool:
     return isinstance(node, ast.Import | ast.ImportFrom)
 

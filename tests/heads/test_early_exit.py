@@ -25,7 +25,7 @@ from headstart.heads.parts.first_layers import first_layers
 from headstart.heads.parts.own_layers import attending_layers, silence
 from headstart.train.checks.plan import CheckError, plan_run
 from headstart.train.recipe import parse_recipe
-from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import made
 from tests.support.recipes import TINY
 from tests.support.recurrent import RECURRENT, fresh

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from headstart.cli import main
 from headstart.matrix import Matrix
 from headstart.train.data.questions import read_questions
-from tests.headstart.test_cli import artifact
-from tests.support.bytewise import save_target
+from tests.support.bytewise import save_heads, save_target
 from tests.support.paths import ROOT
 
 ROWS = [
@@ -51,7 +50,7 @@ def test_questions_are_read_as_they_are(questions: Path) -> None:
 def test_a_matrix_is_measured_and_its_counts_are_those_of_the_ids(
     target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heads = artifact(target, tmp_path / "heads")
+    heads = save_heads(target, tmp_path / "heads")
     matrix = tmp_path / "matrix.yaml"
     matrix.write_text(
         f"target: {target}\nprompts: {questions}\ndrafters: [{heads}, lookup]\n"
@@ -141,7 +140,7 @@ def test_a_mistake_shows_before_a_model_is_loaded(
 def test_drafters_alone_and_together_are_measured_with_trees_of_their_own(
     target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heads = artifact(target, tmp_path / "heads")
+    heads = save_heads(target, tmp_path / "heads")
     (tmp_path / "matrix.yaml").write_text(
         f"target: {target}\nprompts: {questions}\nlimit: 1\nnew_tokens: 4\nrepeats: 1\n"
         f"drafters: [{heads}, [{heads}, lookup]]\nagainst: []\n"
@@ -161,7 +160,7 @@ def test_rounds_are_compared_with_one_read_of_the_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("headstart.infer.measure.roofline.read_bandwidth", lambda device: 2e9)
-    heads = artifact(target, tmp_path / "heads")
+    heads = save_heads(target, tmp_path / "heads")
     command = ["bench", "--drafter", heads, "--target", target, "--prompts", str(questions)]
     options = ["--new-tokens", "5", "--repeats", "1", "--against", "none", "--report", "none"]
     assert main([*command, *options, "--roofline", "--compile", "--json"]) == 0
@@ -186,7 +185,7 @@ def test_what_a_round_reads_is_that_of_its_batch_and_its_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("headstart.infer.measure.roofline.read_bandwidth", lambda device: 2e9)
-    heads = artifact(target, tmp_path / "heads")
+    heads = save_heads(target, tmp_path / "heads")
     command = ["bench", "--drafter", heads, "--target", target, "--prompts", str(questions)]
     options = ["--new-tokens", "4", "--repeats", "1", "--against", "none", "--report", "none"]
     several = ["--batch-size", "1", "--batch-size", "2", "--tree", "plain", "--tree", "chain:1"]

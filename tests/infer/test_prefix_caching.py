@@ -10,8 +10,8 @@ from torch import Tensor
 import headstart
 from headstart.heads.families import KNOWN
 from headstart.infer import Batcher, Speculator
-from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
 from tests.support import families
+from tests.support.architectures import ARCHITECTURES
 from tests.support.recurrent import RECURRENT
 from tests.support.tiny import large_enough, prompts, tiny
 

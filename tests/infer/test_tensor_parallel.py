@@ -28,8 +28,8 @@ from headstart.infer.measure.planner import make_plan
 from headstart.infer.tensor_parallel import load_in_parts, loading
 from headstart.infer.tensor_parallel import workers as connecting
 from headstart.infer.tensor_parallel.led import LedTarget
-from tests.infer.test_architectures import FAMILIES as ARCHITECTURES
 from tests.support import families
+from tests.support.architectures import ARCHITECTURES
 from tests.support.recurrent import RECURRENT
 from tests.support.tiny import VOCAB, letters, one_line, tiny
 
