@@ -14,9 +14,9 @@ from headstart.train.data.distill import distill
 from headstart.train.data.training_rows import Rows
 from headstart.train.data.writers.client import Client
 from headstart.train.recipe import OpenAI
+from tests.support.answered import CHATS, END, SPEC, same
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
-from tests.train.data.test_writers import CHATS, END, SPEC, same
 
 
 @pytest.fixture

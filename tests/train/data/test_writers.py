@@ -20,23 +20,9 @@ from headstart.train.data.writers.counting import count_prompts, per_document
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.data.writers.replay import Replay
 from headstart.train.recipe import Chat, Distill, OpenAI
+from tests.support.answered import CHATS, END, SPEC, WORDS, chat, same
 from tests.support.chats import CHATML, GEMMA, HARMONY, QWEN3, REASONER, chat_tokenizer
 from tests.support.talker import talker
-
-END = "<|im_end|>"
-WORDS = "the tea is in the pot and the cat sat on a mat"
-
-
-def chat(id: str, *turns: str, answer: str = "yes it is") -> Document:
-    messages = []
-    for turn in turns:
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-    return Document.chat(id, messages)
-
-
-CHATS = [
-    chat(f"chats:{n}", *(WORDS[n : n + 4 + 3 * k] for k in range(1 + n % 3))) for n in range(9)
-]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +37,6 @@ def test_openings_are_counted(supervised: str, openings: int) -> None:
     assert (counts.answers, counts.openings) == (2, openings)
     short = Rendered(np.arange(3), np.arange(3) > 1, [(2, 3)])  # an answer of one token
     assert units.written("x", [row, short], units.Counts()).counts.openings == openings + 1
-
-
-SPEC = Distill(
-    examples=99, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
-    shards=2,
-)  # fmt: skip
 
 
 def written(folder: Path, spec: Distill = SPEC, model: Any = None, **how: Any) -> list[Row]:
@@ -97,13 +77,6 @@ def spoken(
             break  # not finished, or empty
         history.append({"role": "assistant", "content": tokenizer.decode(answer[:-1])})
     return [Row(document.id, np.array(t, np.int32), np.array(on)) for t, on in rows]
-
-
-def same(rows: list[Row], others: list[Row]) -> bool:
-    def key(row: Row) -> tuple[str, int, bytes, bytes]:
-        return row.id, len(row.tokens), row.tokens.tobytes(), row.supervised.tobytes()
-
-    return sorted(map(key, rows)) == sorted(map(key, others))
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN3])
