@@ -29,6 +29,8 @@ _SECONDS = (
 
 _COUNTERS = {
     "prompt_tokens": "Tokens of the prompts of answers.",
+    "prefix_cache_queries": "Tokens of prompts, which might be cached.",
+    "prefix_cache_hits": "Tokens of prompts that were cached already.",
     "generation_tokens": "Tokens of answers.",
     "spec_decode_num_drafts": "Rounds of decoding, of each request.",
     "spec_decode_num_draft_tokens": "Nodes of the rounds' trees below their roots.",
@@ -99,7 +101,8 @@ class Metrics:
     def _count(self, prompt: int, watched: Watched) -> None:
         stats, written, seconds = watched.stats, watched.written, self._seconds
         now = time.perf_counter()
-        counts = (prompt, written, stats.rounds, stats.drafted_tokens, stats.accepted_tokens)
+        drafted = stats.drafted_tokens, stats.accepted_tokens
+        counts = (prompt, prompt, stats.kept_tokens, written, stats.rounds, *drafted)
         for name, count in zip(_COUNTERS, counts, strict=True):
             self._counters[name].inc(count)
         depths = stats.drafted.depths

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
-from headstart.infer import Batcher
+from headstart.infer import Batcher, Speculator
 from tests.support.served import served, speaker
 
 parser: Any = pytest.importorskip("prometheus_client.parser")
@@ -60,6 +60,17 @@ def test_answers_are_counted(client: Any) -> None:
     assert accepted + rounds >= found["generation_tokens_total"] - 3
     nodes = speaker(512).tree.nodes - 1
     assert found["spec_decode_num_draft_tokens_total"] == rounds * nodes > accepted
+
+
+def test_tokens_of_prompts_that_are_kept_are_counted() -> None:
+    whole = speaker(512)
+    made = Speculator(whole.model, whole.drafter, tokenizer=whole.tokenizer, prefix_caching=True)
+    with served(Batcher(made, 1)) as client:
+        each = [client.chat.completions.create(**CHAT, max_tokens=5).usage for _ in range(2)]
+        found = told(client)
+    tokens = each[0].prompt_tokens
+    assert found["prefix_cache_queries_total"] == 2 * tokens
+    assert found["prefix_cache_hits_total"] == tokens - 1  # its last token is run again
 
 
 def test_requests_that_go_on_or_end_early_are_counted(
