@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.state import PartialState
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.data.training_rows import Row, Rows, write_shard
 from headstart.train.fit.feature_files import FeatureFolder
 from headstart.train.fit.trainer import DrafterTrainer
+from headstart.train.processes.lifetime import end_processes
 from headstart.train.recipe import Train
 from tests.support.counting import SIZE, counting_target
 from tests.support.paths import ROOT
@@ -76,6 +76,4 @@ if __name__ == "__main__":
     (root / f"witness-{state.process_index}").write_text(
         f"{state.distributed_type.value} {state.num_processes}"
     )
-    if state.num_processes > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    end_processes()
