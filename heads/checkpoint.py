@@ -110,6 +110,11 @@ class StoredDrafter(PreTrainedModel):
     """What writes a bound drafter for another project, by the names of `headstart export`. It
     raises ArtifactError where that project would run it wrongly."""
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether it holds any; an early exit may be made of its target's alone."""
+        return next(self.parameters(), None) is not None
+
     def without_adapter(self) -> Any:
         """The same drafter, for a target that its adapter was merged into; not bound yet."""
         return self

@@ -14,7 +14,6 @@ next one, as well as it can predict it: the target's own output layer reads it. 
 is in `eagle3`.
 """
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -31,8 +30,7 @@ from .parts.draft_attention import Mask, attention_for, chosen_positions, depth_
 from .parts.own_layers import llama_like, own_layers, silence, unit_scale_init
 from .parts.published.eagle import eagle1
 from .parts.published.eagle_files import EAGLE1
-from .parts.vocabulary import TokenConditioned
-from .trainable import DraftLogits
+from .parts.vocabulary import OneOutputLayer, TokenConditioned
 
 
 @strict
@@ -57,7 +55,7 @@ class Past:
         self.states: list[Tensor] = []  # keys and values
 
 
-class Eagle(TokenConditioned):
+class Eagle(OneOutputLayer, TokenConditioned):
     """EAGLE-1, and what EAGLE-3 has in common with it."""
 
     config_class = EagleConfig
@@ -116,13 +114,6 @@ class Eagle(TokenConditioned):
     def _left(self, found: Any) -> Tensor:
         """The hidden states that the layers leave, which the next pairs and the output read."""
         return found.last_hidden_state
-
-    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        return self.target_logits if self.config.output == "shared" else self.lm_head
-
-    def draft_output(self, depth: int) -> DraftLogits:
-        shared = self.config.output == "shared"
-        return super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
 
     @property
     def needs_length_bound(self) -> bool:

@@ -13,7 +13,6 @@ The hidden states of a text's own tokens are the target's features, so training 
 alone, once over the text.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +31,8 @@ from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.first_layers import FirstLayers
 from .parts.own_layers import llama_like, norm_scale, own_layers, silence, unit_scale_init
 from .parts.recompute import compute_again
-from .parts.vocabulary import TrimmedVocabulary
+from .parts.vocabulary import OneOutputLayer
 from .parts.weightless import load_without_weights, save_without_weights
-from .trainable import DraftLogits
 
 _SHARE, _SHARE_ALONE = 16, 4
 """By default the exit is after a 16th of the target's layers, as Kangaroo's after 2 of 32; with no
@@ -76,7 +74,7 @@ class EarlyExitState:
     own: Any = None  # an `OwnCache` of the drafter's own layers, where it has some
 
 
-class EarlyExit(TrimmedVocabulary):
+class EarlyExit(OneOutputLayer):
     """The target's first layers, and those of its own that read what they leave."""
 
     config_class = EarlyExitConfig
@@ -203,10 +201,3 @@ class EarlyExit(TrimmedVocabulary):
     def checkpoint_activations(self) -> bool:
         compute_again(self.model.layers)
         return True
-
-    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        return self.target_logits if self.config.output == "shared" else self.lm_head
-
-    def draft_output(self, depth: int) -> DraftLogits:
-        shared = self.config.output == "shared"
-        return super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)

@@ -141,6 +141,12 @@ class KeptPrompt:
         most = min(len(self.tokens), len(tokens) - 1)
         return int((self.tokens[:most] == tokens[:most]).cumprod(0).sum())
 
+    def before(self, features: Tensor, known: int) -> Tensor:
+        """The features of whole prompts, of which the first `known` tokens are this one's and the
+        others have features [R, T', F]."""
+        first = self.features[:, :known].expand(len(features), -1, -1)
+        return torch.cat([first, features], 1)  # [R, known + T', F]
+
 
 class Target:
     """A causal language model of transformers, whose cache can be rolled back, as rounds call it.
@@ -250,7 +256,7 @@ class Target:
         if kept is not None and known:
             self.keep(known, slots)
             logits, features = self.run_prompts(tokens[:, known:], [counts[0] - known], known)
-            features = torch.cat([kept.features[:, :known], features], 1)
+            features = kept.before(features, known)
         else:
             self.resize(len(tokens), slots)
             logits, features = self.run_prompts(tokens, counts)
@@ -290,8 +296,7 @@ class Target:
         forward = partial(prefill_forward, self.runner, apart, tokens, counts, kept, known)
         features = self._run_tapped(tokens, forward)[1]
         if prior is not None and known:
-            first = prior.features[:, :known].expand(len(tokens), -1, -1)
-            features = torch.cat([first, features], 1)
+            features = prior.before(features, known)
         self.kept_tokens = known
         if self.keeps_prompts and apart.recurrent is None:
             one = apart

@@ -65,7 +65,7 @@ def check_can_be_trimmed(drafter: Drafter, size: int) -> None:
             "(headstart merge), and trim the drafter among them."
         )
     own = isinstance(drafter, TrimmedVocabulary | DraftModel)
-    if not own or not any(True for _ in drafter.parameters()):
+    if not own or not drafter.has_weights:
         raise ArtifactError(
             f"{name} drafter has no output layer that could be trimmed; expected trained heads, "
             "decoder layers or a draft model, such as medusa, eagle3 or draft_model."

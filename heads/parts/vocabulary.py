@@ -104,6 +104,20 @@ class TrimmedVocabulary(TrainableDrafter):
         return rows[self.vocabulary.to(rows.device)]
 
 
+class OneOutputLayer(TrimmedVocabulary):
+    """A drafter whose states are read at every depth by the target's output layer where that is
+    shared, else by `lm_head`."""
+
+    lm_head: nn.Linear
+
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        return self.target_logits if self.config.output == "shared" else self.lm_head
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        shared = self.config.output == "shared"
+        return super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
+
+
 def _alike(one: Tensor | None, other: Tensor) -> bool:
     """Whether two weights are the same, one of them perhaps rounded to the other's dtype."""
     if one is None or one.shape != other.shape:

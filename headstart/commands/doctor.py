@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         speculator = load_speculator(plain)
         tokenizer: Any = speculator.tokenizer
         drafter = load_drafter(source, speculator.model, tokenizer, other_target=True)
-        if isinstance(drafter, TrainableDrafter) and not any(True for _ in drafter.parameters()):
+        if isinstance(drafter, TrainableDrafter) and not drafter.has_weights:
             raise untrained  # an early exit without layers of its own
         rendering = Rendering(template_kwargs=options.template_kwargs, system=options.system)
         found = diagnose(

@@ -193,7 +193,7 @@ def _drafter(recipe: Recipe, kind: type[Drafter], target: PreTrainedModel) -> Dr
     drafter.float().bind(target)
     FeatureTap(target, config.feature_layers).close()
     if isinstance(drafter, TrainableDrafter):
-        if not any(True for _ in drafter.parameters()):
+        if not drafter.has_weights:
             raise CheckError(
                 f"drafter: with these options {recipe.drafter.family} has no weights to train; set "
                 "drafter.layers to 1 or more, or decode with --drafter early_exit"
