@@ -102,6 +102,9 @@ class Drafter(StoredDrafter):
     the target's logits can be computed where no tree is verified: of prompts, and of texts that
     ranks are recorded on."""
 
+    remembers: ClassVar[bool] = False
+    """Whether it keeps what the target writes for the drafts of later requests, see `remember`."""
+
     _target: tuple[PreTrainedModel] | None = None
 
     @property
@@ -230,6 +233,21 @@ class Drafter(StoredDrafter):
             logits: [B, N, V], the target's after each node, before any processor.
             true: [B, N] bool; False where there is no node, or the row has ended.
         """
+        raise NotImplementedError
+
+    def remember(self, tokens: Tensor, prompt: int) -> None:
+        """Keep a text that the target has written, where the drafter `remembers`.
+
+        Called when a request has ended, between rounds; other requests may be decoded meanwhile,
+        also by captured rounds, so tensors are changed in place.
+
+        Args:
+            tokens: [L] int64, the prompt's, of which there are `prompt`, and the answer's.
+        """
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Draft as if nothing had been remembered."""
         raise NotImplementedError
 
 

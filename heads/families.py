@@ -62,6 +62,7 @@ _FAMILIES = (
     Family("recycling", "recycling:Recycling", "recycling:RecyclingFields"),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
     Family("retrieval", "retrieval:Retrieval", "retrieval:RetrievalFields"),
+    Family("suffix", "suffix:Suffix", "suffix:SuffixFields", {"max_tokens": 512}),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
 """Every family that a recipe can name, by name. A new drafter adds its record to those above."""

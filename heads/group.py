@@ -115,6 +115,10 @@ class DrafterGroup:
         return any(each.observes for each in self.drafters)
 
     @property
+    def remembers(self) -> bool:
+        return any(each.remembers for each in self.drafters)
+
+    @property
     def needs_length_bound(self) -> bool:
         return any(each.needs_length_bound for each in self.drafters)
 
@@ -137,6 +141,16 @@ class DrafterGroup:
         for each, state in zip(self.drafters, states, strict=True):
             if each.observes:
                 each.observe(state, tokens, logits, true)
+
+    def remember(self, tokens: Tensor, prompt: int) -> None:
+        for each in self.drafters:
+            if each.remembers:
+                each.remember(tokens, prompt)
+
+    def forget(self) -> None:
+        for each in self.drafters:
+            if each.remembers:
+                each.forget()
 
 
 def members(drafter: Any) -> list[Any]:

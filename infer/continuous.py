@@ -173,8 +173,15 @@ class Stream:
             ended = left[row] == 0
             if ended:
                 self._rows[row] = None
+                self._remember(running)
             piece = Piece(running.prompt, own, running.text, ended, None, running.kept_tokens)
             self._pieces.append(piece)
+
+    def _remember(self, running: _Running) -> None:
+        """Have drafters keep the text, where they do so."""
+        drafters = self.speculator.decoding_drafters
+        if self.speculator.remembers and drafters.remembers:
+            drafters.remember(torch.tensor(running.tokens), len(running.prompt.tokens))
 
     def _fail(self, running: _Running, error: Exception) -> None:
         self._pieces.append(Piece(running.prompt, None, running.text, True, error))

@@ -72,8 +72,8 @@ def load(
             or a model that transformers or peft has loaded. None takes the one that the drafter was
             trained for.
         drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
-            smaller language model, also with another tokenizer; `"lookup"` or `"recycling"`, which
-            have no weights; `"mtp"`, the module for multi-token prediction in the target's own
+            smaller language model, also with another tokenizer; `"lookup"`, `"recycling"` or
+            `"suffix"`, which have no weights; `"mtp"`, the module for multi-token prediction in the target's own
             files; `"early_exit:8"`, its first 8 layers; or a `Drafter`. A list of these decodes
             with all of them together. None decodes plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
@@ -235,8 +235,8 @@ def _known_drafters(named: Any) -> list[Any]:
         if not isinstance(each, Drafter | NamedDrafter | None):
             raise OptionError(
                 f"drafter is of type {type(each).__name__}; expected the folder or Hub name of a "
-                "drafter or of a smaller model, 'lookup', 'recycling', 'mtp', 'early_exit', or a "
-                "Drafter."
+                "drafter or of a smaller model, 'lookup', 'recycling', 'suffix', 'mtp', "
+                "'early_exit', or a Drafter."
             )
     return [each for each in found if each is not None]
 

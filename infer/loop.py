@@ -154,6 +154,12 @@ class Decoding:
     def finished(self) -> bool:
         return self.request.rows.finished
 
+    def remember(self) -> None:
+        """Have drafters keep the rows' texts, where they do so."""
+        rows, texts = self.request.rows, self.sequences.cpu()
+        for text, (start, end) in zip(texts, rows.spans(), strict=True):
+            self.request.drafters.remember(text[start:end], self._prompts.shape[1] - start)
+
     @property
     def sequences(self) -> Tensor:
         """[B, longest] the rows' text in the layout of `generate`, padded after each row's end."""

@@ -195,6 +195,10 @@ class Rows:
         """[B, longest] what the rows have emitted, padded after each row's end."""
         return self._laid_out([emitted.tokens for emitted in self._emitted], pad)
 
+    def spans(self) -> list[tuple[int, int]]:
+        """The columns in which each row's text begins and ends, the prompt included."""
+        return list(zip(self._pads.tolist(), self.lengths.tolist(), strict=True))
+
     def drafted(self) -> Drafted:
         """Who wrote each token of that text."""
         depths = [emitted.depths for emitted in self._emitted]

@@ -142,6 +142,8 @@ class Speculator(DecodingMethod):
         trees: by kind of request, which another speculator takes as `tree`.
         stats: what the last call did: `tau`, `drafted`, `logprobs` and more, see `Stats`.
         decoding_drafters: the drafters, or packed copies of them.
+        remembers: whether drafters that keep earlier answers (`suffix`) are given those of its
+            requests. It may be set.
 
     Raises:
         OptionError: an argument that cannot be used, by name.
@@ -179,6 +181,7 @@ class Speculator(DecodingMethod):
         self.stats = Stats()
         self._runs = {"attention": attention, "compile": compile, "fused": fused}
         self._captures, self.prefix_caching = graphs, prefix_caching
+        self.remembers = True
         self._lock, self._decodes = threading.RLock(), False
         self._set_up(target)
         self._release_threads()
@@ -307,6 +310,8 @@ class Speculator(DecodingMethod):
             hand_on(streamer, emitted)
         if streamer is not None:
             streamer.end()
+        if self.remembers and request.drafters.remembers:
+            decoding.remember()
         sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
         self.stats.logprobs = request.rows.logprobs()
         ending.warn_of_length(sequences)

@@ -57,7 +57,7 @@ def load_drafter(
     source = DrafterSource.of(name, allow_pickle)
     device, options = device_of(output_layer(target)), {"dtype": target.dtype, **options}
     if source.kind in (SourceKind.WEIGHTLESS, SourceKind.IN_TARGET):
-        return source.of_target(target).eval().bind(target)
+        return source.of_target(target).to(device).eval().bind(target)  # type: ignore[arg-type]
     if source.kind is SourceKind.CHECKPOINT:
         drafter = load_checkpoint(source, target, tokenizer, options)
     else:

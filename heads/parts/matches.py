@@ -57,3 +57,26 @@ def first_ones(same: Tensor, agrees: Tensor) -> Tensor:
 def same_tokens(tokens: Tensor) -> Tensor:
     """Which matches go on with the same token, [B, W, M] -> [B, W, M, M]."""
     return tokens.unsqueeze(-1) == tokens.unsqueeze(-2)
+
+
+def votes(match: Tensor) -> Tensor:
+    """The weight of each match, twice as much for every further token of it: [B, M] float32.
+
+    Args:
+        match: tokens of each, [B, M], 0 or less where there is none; the longest count 1.
+    """
+    return torch.exp2((match - match.amax(1, keepdim=True)).float())
+
+
+def elected(tokens: Tensor, agrees: Tensor, weight: Tensor) -> Step:
+    """The distinct tokens that matches go on with, best first, and their shares of the votes.
+
+    Args:
+        tokens: of each match, [B, W, M]; agrees: which of them vote, [B, W, M]; weight: [B, M].
+    """
+    cast = weight.unsqueeze(1) * agrees  # [B, W, M]
+    same = same_tokens(tokens)
+    score = (same * cast.unsqueeze(-2)).sum(-1) * first_ones(same, agrees)
+    score, best = score.sort(dim=-1, descending=True, stable=True)
+    ids = tokens.gather(-1, best).masked_fill(score == 0, -1)
+    return Step(ids=ids, log_probs=(score / cast.sum(-1, keepdim=True)).log())

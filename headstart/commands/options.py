@@ -27,8 +27,8 @@ KEPT = "; finished stages are kept, and the same command continues"
 """What is true of a run when Ctrl-C has ended it."""
 
 _DRAFTER = (
-    f"{ARTIFACT}; a drafter of another project, a smaller model, `lookup`, `recycling`, `mtp` "
-    "for the module in the target's own files, or `early_exit:N` for its first N layers; given "
+    f"{ARTIFACT}; a drafter of another project, a smaller model, `lookup`, `recycling`, "
+    "`suffix`, `mtp` for the module in the target's own files, or `early_exit:N` for its first N layers; given "
     "several times, all of them decode together (default: no drafter, plain decoding)"
 )
 _WHOLE = "run each prompt whole, also where it begins as the last one did"

@@ -63,12 +63,16 @@ class Runs:
 
 
 def timed_speculator(speculator: Speculator, **options: Any) -> TimedDecode:
-    """Our loop, with the options of its `generate`."""
+    """Our loop, with the options of its `generate`; drafters remember nothing of what it writes."""
 
     def decode(ids: Tensor, mask: Tensor | None = None, seeds: Any = None) -> Timed:
         masked = {} if mask is None else {"attention_mask": mask}
         seeded = {"seed": seeds} if seeds and options.get("do_sample") else {}
-        text = speculator.generate(ids, **masked, **options, **seeded)
+        remembers, speculator.remembers = speculator.remembers, False
+        try:
+            text = speculator.generate(ids, **masked, **options, **seeded)
+        finally:
+            speculator.remembers = remembers
         stats = speculator.stats
         times = 1e3 * stats.prefill_seconds, 1e3 * stats.decode_seconds
         return Timed(text, *times, first=len(ids), stats=stats)

@@ -3,6 +3,9 @@
 All ways decode each turn in turns of their own (see `timing`), after a warm-up. The prompt of a
 chat's next turn holds the target's own answer, as plain decoding wrote it, so that every way is
 given the same prompts.
+
+Drafters that remember answers begin with none, and are given each turn's once all ways have decoded
+it, so that no way drafts from the answer that it is about to write.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from headstart.heads import OptionError
+from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.core import counted, end_tokens
 
 from ..speculator import Speculator
@@ -134,7 +137,7 @@ def measure_cell(
     temperature: float = 0.0,
     batch_size: int = 1,
 ) -> Cell:
-    """Decode all chats in every way, in turns.
+    """Decode all chats in every way, in turns. What drafters remembered before is forgotten.
 
     Args:
         speculators: over `model`, by names other than `PLAIN` and those of `settings.against`.
@@ -152,6 +155,8 @@ def measure_cell(
     found = {name: Decoded() for name in decoders}
     for name, speculator in speculators.items():
         found[name].stats = Stats(speculator.tree_of(batch_size, temperature).max_depth)
+    drafters = DrafterGroup([*_drafters_of(speculators.values())])
+    drafters.forget()
     batches = list(_batches(chats, batch_size))
     title = f"bench, temperature {temperature:g}"
     for number, batch in enumerate(with_progress(batches, title, "batch")):
@@ -178,6 +183,8 @@ def measure_cell(
                     found[name].stats.extend(stats)
                 if name == PLAIN:
                     told = [[*b, a.ids] for b, a in zip(told, answers, strict=True)]
+            for prompt, answers in zip(prompts, told, strict=True):
+                drafters.remember(torch.cat([prompt.cpu(), torch.tensor(answers[-1])]), len(prompt))
             if turn == 0 and batch_size == 1 and number < REPLAYED_PROMPTS:
                 for name, speculator in speculators.items():
                     again = functools.partial(decoders[name], *_padded(prompts, speculator.device))
@@ -194,6 +201,11 @@ def measure_cell(
             )
     baselines = [name for name in (PLAIN, *settings.against) if name in found]
     return Cell(temperature, batch_size, batches, found, baselines)
+
+
+def _drafters_of(speculators: Iterable[Speculator]) -> set[Drafter]:
+    """All that any of them decodes with."""
+    return {each for made in speculators for each in made.decoding_drafters.drafters}
 
 
 def _batches(chats: Sequence[Chat], size: int) -> Iterator[list[int]]:

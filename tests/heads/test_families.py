@@ -33,8 +33,9 @@ def test_what_is_particular_is_declared() -> None:
     def those(fact: str) -> set[str]:
         return {name for name in FAMILIES if getattr(family(name), fact)}
 
-    assert those("weightless") == {"lookup", "recycling"}
+    assert those("weightless") == {"lookup", "recycling", "suffix"}
     assert those("observes") == {"recycling"}
+    assert those("remembers") == {"suffix"}
     assert those("collects") == {"retrieval"}
     assert those("in_target") == {"mtp", "early_exit"}
     assert those("after_name") == {"early_exit"}

@@ -11,7 +11,8 @@ import headstart
 from headstart.cli import main
 from headstart.heads import Manifest, OptionError, Step, fingerprint
 from headstart.heads.artifacts.saving import save_drafter
-from headstart.heads.retrieval import Retrieval, RetrievalConfig, in_order
+from headstart.heads.parts.contexts import in_order
+from headstart.heads.retrieval import Retrieval, RetrievalConfig
 from tests.support.families import drafter
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
 from tests.support.weightless import SPARSE, check_shared_noise, generated
@@ -90,7 +91,7 @@ def test_the_example_of_the_docstring() -> None:
 @pytest.mark.parametrize("longest", [3, 8])
 def test_equals_the_reference(longest: int, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths, the root and a chain below it; as many matches as places."""
-    monkeypatch.setattr("headstart.heads.retrieval._BRANCHES", branches)
+    monkeypatch.setattr("headstart.heads.parts.contexts._BRANCHES", branches)
     rng, seen = random.Random(longest), 0
     for _ in range(8):
         texts = [[rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(5)]

@@ -36,6 +36,7 @@ CASES = [
     "lookup+mistral-7b+1x80gb",
     "recycling+qwen3-8b+1x80gb",
     "retrieval+llama-3.1-8b+1x80gb",
+    "suffix+mistral-7b+1x80gb",
 ]
 
 STAGES = ("corpus", "target", "distill", "train", "heads")

@@ -172,7 +172,7 @@ class Distill:
     batch_size: int = positive(64)  # texts that the target writes at once, in each process
     temperature: float = number(0.0, ge=0)  # of what the target or the server writes; 0 is greedy
     # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or
-    # Hub name, lookup or recycling
+    # Hub name, lookup, recycling or suffix
     drafter: str | None = None
     use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
     # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and

@@ -71,6 +71,7 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
     "lookup": [[{}, {"max_match": 4}]],
     "recycling": [[{}, {"successors": 3}]],
     "retrieval": [[{}, {"max_match": 4}], [{}, {"tokens": 9, "places": 5}]],
+    "suffix": [[{}, {"max_match": 4}]],
 }  # fmt: skip
 
 
