@@ -31,16 +31,12 @@ def tau(speculator: Speculator, prompts: Sequence[Tensor], temperature: float, s
 
 
 def samples(model: Any, prompts: Sequence[Tensor], temperature: float) -> None:
-    """τ of the first, second, … sample of each prompt, where nothing else was answered before."""
+    """τ of the first, second, … sample of all prompts."""
     for name in ("lookup", "recycling", "suffix"):
         for tree in TREES if name == "suffix" else (None,):
-            found = torch.zeros(len(prompts), SAMPLES)
-            for place, prompt in enumerate(prompts):
-                speculator = Speculator(model, load_drafter(name, model), tree=tree)
-                for number in range(SAMPLES):
-                    seed = 1000 * number + place
-                    found[place, number] = tau(speculator, [prompt], temperature, seed)
-            means = "  ".join(f"{each:.2f}" for each in found.mean(0))
+            speculator = Speculator(model, load_drafter(name, model), tree=tree)
+            found = [tau(speculator, prompts, temperature, 1000 * n) for n in range(SAMPLES)]
+            means = "  ".join(f"{each:.2f}" for each in found)
             print(f"temperature {temperature:g}  {name:10} {tree or '':20} τ {means}", flush=True)
 
 

@@ -147,11 +147,6 @@ class DrafterGroup:
             if each.remembers:
                 each.remember(tokens, prompt)
 
-    def forget(self) -> None:
-        for each in self.drafters:
-            if each.remembers:
-                each.forget()
-
 
 def members(drafter: Any) -> list[Any]:
     """The drafters that each grow a part of the tree: a group's members, one drafter, or none."""

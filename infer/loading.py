@@ -73,9 +73,9 @@ def load(
             trained for.
         drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
             smaller language model, also with another tokenizer; `"lookup"`, `"recycling"` or
-            `"suffix"`, which have no weights; `"mtp"`, the module for multi-token prediction in the target's own
-            files; `"early_exit:8"`, its first 8 layers; or a `Drafter`. A list of these decodes
-            with all of them together. None decodes plainly.
+            `"suffix"`, which have no weights; `"mtp"`, the module for multi-token prediction in the
+            target's own files; `"early_exit:8"`, its first 8 layers; or a `Drafter`. A list of
+            these decodes with all of them together. None decodes plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
         device: where a target that is given by name is put, such as `"cuda"`. None leaves it on
             the CPU, as transformers does, unless `device_map` says otherwise.

@@ -28,8 +28,8 @@ KEPT = "; finished stages are kept, and the same command continues"
 
 _DRAFTER = (
     f"{ARTIFACT}; a drafter of another project, a smaller model, `lookup`, `recycling`, "
-    "`suffix`, `mtp` for the module in the target's own files, or `early_exit:N` for its first N layers; given "
-    "several times, all of them decode together (default: no drafter, plain decoding)"
+    "`suffix`, `mtp` for the module in the target's own files, or `early_exit:N` for its first N "
+    "layers; given several times, all of them decode together (default: no drafter, plain decoding)"
 )
 _WHOLE = "run each prompt whole, also where it begins as the last one did"
 _TREE = (

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, DrafterGroup, OptionError
+from headstart.heads import Drafter, OptionError
 from headstart.heads.core import counted, end_tokens
 
 from ..speculator import Speculator
@@ -155,8 +155,9 @@ def measure_cell(
     found = {name: Decoded() for name in decoders}
     for name, speculator in speculators.items():
         found[name].stats = Stats(speculator.tree_of(batch_size, temperature).max_depth)
-    drafters = DrafterGroup([*_drafters_of(speculators.values())])
-    drafters.forget()
+    remembering = _remembering(speculators.values())
+    for drafter in remembering:
+        drafter.forget()
     batches = list(_batches(chats, batch_size))
     title = f"bench, temperature {temperature:g}"
     for number, batch in enumerate(with_progress(batches, title, "batch")):
@@ -184,7 +185,9 @@ def measure_cell(
                 if name == PLAIN:
                     told = [[*b, a.ids] for b, a in zip(told, answers, strict=True)]
             for prompt, answers in zip(prompts, told, strict=True):
-                drafters.remember(torch.cat([prompt.cpu(), torch.tensor(answers[-1])]), len(prompt))
+                text = torch.cat([prompt.cpu(), torch.tensor(answers[-1])])
+                for drafter in remembering:
+                    drafter.remember(text, len(prompt))
             if turn == 0 and batch_size == 1 and number < REPLAYED_PROMPTS:
                 for name, speculator in speculators.items():
                     again = functools.partial(decoders[name], *_padded(prompts, speculator.device))
@@ -203,9 +206,10 @@ def measure_cell(
     return Cell(temperature, batch_size, batches, found, baselines)
 
 
-def _drafters_of(speculators: Iterable[Speculator]) -> set[Drafter]:
-    """All that any of them decodes with."""
-    return {each for made in speculators for each in made.decoding_drafters.drafters}
+def _remembering(speculators: Iterable[Speculator]) -> set[Drafter]:
+    """The drafters that remember answers; several ways may decode with one of them."""
+    every = {each for made in speculators for each in made.decoding_drafters.drafters}
+    return {each for each in every if each.remembers}
 
 
 def _batches(chats: Sequence[Chat], size: int) -> Iterator[list[int]]:
