@@ -232,7 +232,8 @@ def _decoders(
 ) -> dict[str, TimedDecode]:
     options: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0}
+        # The rest is the model's own generation config, as where it is decoded with the drafter.
+        options |= {"temperature": temperature}
     first = next(iter(speculators.values()), None)
     same = {} if first is None else {
         "graphs": first.graphs is not None, "compile": first.target.compile,

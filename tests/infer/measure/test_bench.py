@@ -49,3 +49,15 @@ def test_without_any_round_there_is_nothing_to_measure() -> None:
     (row,) = counting_rows(1, 5)
     with pytest.raises(OptionError, match="ends every text after its first token"):
         bench(counting(int(row[-1] + 1) % SIZE), [row, row], NEW, repeats=1)
+
+
+def test_text_is_sampled_by_the_models_own_generation_config() -> None:
+    """As `generate` and plans sample it: with its top-k, here of a single token."""
+    target = counting_target()
+    target.generation_config.top_k = 1  # type: ignore[union-attr]
+    pair = Speculator(target, counting_drafter(target, 2), tree="chain:2")
+    chats = [Chat("0", "", 1, lambda _: counting_rows(1, 5)[0])]
+    settings = Settings(NEW, repeats=1, against={"generate": {}})
+    cells = [measure_cell(target, {"way": pair}, chats, settings, t) for t in (0.0, 5.0)]
+    greedy, sampled = ({n: d.answers[0].ids for n, d in cell.found.items()} for cell in cells)
+    assert sampled == greedy and set(sampled) == {"plain", "generate", "way"}
