@@ -69,8 +69,8 @@ def way_to_run(model: PreTrainedModel, compile: bool | str, in_place: bool = Fal
         mode = PACKED if device_of(model).type == "cpu" else "default"
     if mode not in MODES:
         raise OptionError(
-            f"compile is {mode!r}; expected True, False, auto or one of {', '.join(MODES)}: rounds "
-            "are captured as graphs whole."
+            f"compile is {mode!r}; expected True, False, auto, packed, or a mode of torch.compile "
+            f"that captures no graphs: {' or '.join(MODES[1:])}."
         )
     return mode
 
