@@ -34,6 +34,7 @@ class Plan:
         candidates: all that were considered, the best first.
         prompts, new_tokens: how many prompts, and tokens of each, were measured.
         compiled: whether forwards were made faster, see `compile` of `Speculator`.
+        forwards: by what they ran, see `Target`; empty in older plans.
     """
 
     device: str
@@ -51,6 +52,7 @@ class Plan:
     weights_sha256: str = ""  # of the drafter
     compiled: bool = False
     temperature: int | float = 0.0
+    forwards: str = ""
 
 
 def device_name(device: "torch.device") -> str:

@@ -116,7 +116,7 @@ def _row(candidate: dict[str, Any]) -> list[str]:
 def _cost_rows(plan: Plan) -> list[tuple[str, str]]:
     costs = plan.costs
     return [
-        ("forwards", "accelerated (--compile)" if plan.compiled else "without --compile"),
+        ("forwards", f"with {plan.forwards}" if plan.forwards != "torch" else "by torch alone"),
         ("a plain round", f"{costs['plain']:.2f} ms"),
         ("verifying n nodes", _by_size(costs["verify"])),
         ("drafting: begin", f"{costs['begin']:.2f} ms"),

@@ -95,8 +95,9 @@ def make_plan(
         given = texts[:batch_size], max_nodes, depth, bar.update, compile, temperature
         costs = measure_costs(target, drafter, *given)
         found = rank_trees(ranks, costs, drafter.independent, max_nodes, batch_size)
+        plain = Speculator(target, compile=compile)
         if measure:
-            speculators = {"plain": Speculator(target, compile=compile)}
+            speculators = {"plain": plain}
             for each in _best_of_each_size(found) if drafter.observes else found[:measure]:
                 made = Speculator(target, drafter, tree=each.tree, compile=compile)
                 speculators[each.name] = made
@@ -116,6 +117,7 @@ def make_plan(
         prompts=len(prompts),
         new_tokens=new_tokens,
         compiled=bool(compile),
+        forwards=plain.target.forwards,
         temperature=temperature,
     )  # fmt: skip
 
