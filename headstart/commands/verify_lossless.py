@@ -120,13 +120,18 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
             f"The rule {sampled.rule} is approximate by design: it keeps likely text, not the "
             "target's distribution."
         )
+    apart = sampled.seeded_divergences
     if sampled.seeded_tokens:
         said.append(
-            f"Against plain decoding with the same seeds {sampled.seeded_differences} texts "
-            f"differ; {sampled.seeded_tokens:,} tokens are the same."
-        )
-    if sampled.seeded_differences and sampled.holds:
-        said.append(f"In {sampled.dtype} rounding turns near-ties, with and without a drafter.")
+            f"Against plain decoding with the same seeds {counted(len(apart), 'text')} "
+            f"{'differs' if len(apart) == 1 else 'differ'}; "
+            f"{counted(sampled.seeded_tokens, 'token')} before that are the same."
+            if apart else
+            f"All of {counted(sampled.seeded_tokens, 'token')} are those of plain decoding with "
+            "the same seeds."
+        )  # fmt: skip
+    said += [*map(_explained, apart[:_EXPLAINED])]
+    said += [f"… and {more} more."] if (more := len(apart) - _EXPLAINED) > 0 else []
     agrees = "agrees with" if sampled.agrees else "is not"
     return [
         *said,
@@ -142,7 +147,7 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
 def _explained(divergence: Divergence) -> str:
     kind = "near-tie" if divergence.near_tie else "NOT a near-tie"
     return (
-        f"prompt {divergence.prompt}, new token {divergence.place}: the two best logits are "
+        f"prompt {divergence.prompt}, new token {divergence.place}: the two best tokens are "
         f"{divergence.margin:.3g} apart, the two runs {divergence.difference:.3g}, plain runs up "
         f"to {divergence.noise:.3g}: {kind}."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from headstart.heads.artifacts.plan import dtype_name
 from ..speculator import Speculator
 from .progress import with_progress
 
-_COPIES = 4  # rows of the batch that plain decoding is repeated in
+COPIES = 4  # rows of the batch that plain decoding is repeated in
 _FAR = 5  # times the noise: more than rounding sets two runs apart
 
 
@@ -30,7 +30,7 @@ class Divergence:
 
     prompt: int  # its number
     place: int  # new tokens before it
-    margin: float  # the best logit less the second best, in `generate`'s run; infinite past its end
+    margin: float  # the best logit less the second best, in the plain run; infinite past its end
     difference: float  # the largest of any logit there, between the two runs
     noise: float
 
@@ -88,29 +88,45 @@ def compare_greedy(
     divergences = []
     for number, ids in enumerate(shown(desc="plain text")):
         alone = model.generate(ids, **options)
-        same, differs, noise = _in_other_shapes(model, ids, alone, options)
+        same, differs, noise = in_other_shapes(
+            model, ids, alone, partial(model.generate, **options)
+        )
         plain_tokens, plain_differs = plain_tokens + same, plain_differs + differs
         if number in places:
-            place, drafted = places[number], speculator.generate(ids, **options).logits
-            margin = difference = math.inf  # where one text ends and the other goes on
-            if place < min(len(alone.logits), len(drafted)):
-                logits = alone.logits[place][0].float()
-                best = logits.topk(2).values
-                difference = _largest(logits, drafted[place][0])
-                margin = float(best[0] - best[1])
-            divergences.append(Divergence(number, place, margin, difference, noise))
+            place, drafted = places[number], speculator.generate(ids, **options)
+            scores = [logits[0] for logits in alone.logits]
+            divergences.append(divergence(number, place, alone, drafted, scores, noise))
     return Greedy(len(prompts), compared, divergences, plain_differs, plain_tokens, *by)
 
 
+def divergence(
+    number: int, place: int, alone: Any, drafted: Any, scores: Sequence[Tensor], noise: float
+) -> Divergence:
+    """Where the outputs of two runs of a prompt, with logits, differ first.
+
+    Args:
+        scores: [V] for each token of the run `alone`, whose best is the token; in units of logits.
+    """
+    margin = difference = math.inf  # where one text ends and the other goes on
+    if place < min(len(alone.logits), len(drafted.logits)):
+        difference = _largest(alone.logits[place][0], drafted.logits[place][0])
+        best, second = scores[place].double().topk(2).values.tolist()
+        margin = best - second
+    return Divergence(number, place, margin, difference, noise)
+
+
 @torch.no_grad()
-def _in_other_shapes(
-    model: Any, ids: Tensor, alone: Any, options: dict[str, Any]
+def in_other_shapes(
+    model: Any, ids: Tensor, alone: Any, decode: Callable[..., Any]
 ) -> tuple[int, bool, float]:
     """Plain decoding of a prompt [1, P] in other shapes, compared with its output `alone`: the
     tokens that agree, whether any differs, and the largest difference of any logit.
+
+    Args:
+        decode: decodes a batch of copies as `alone` was; the output has logits.
     """
-    copies = ids.repeat(_COPIES, 1)
-    wide = model.generate(copies, attention_mask=torch.ones_like(copies), **options)
+    copies = ids.repeat(COPIES, 1)
+    wide = decode(copies, attention_mask=torch.ones_like(copies))
     same, differs = agreement(alone.sequences, wide.sequences[:1], ids)
     steps = zip(alone.logits[: same + 1], wide.logits[: same + 1], strict=False)
     noise = max(_largest(one[0], other[0]) for one, other in steps)

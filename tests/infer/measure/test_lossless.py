@@ -3,6 +3,7 @@
 import copy
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,10 +86,8 @@ def test_logits_that_are_off_by_more_than_rounding_show_in_bfloat16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where rounding makes plain decoding differ from itself, many a wrong margin is small."""
-    torch.manual_seed(3)
-    target: Any = copy.deepcopy(tiny("llama")).bfloat16()
-    heads = Medusa(MedusaConfig.for_target(target, heads=2)).bfloat16()
-    pair, texts = Speculator(target, heads, tree="cartesian:3,2"), one_by_one([5, 9, 7, 12])
+    pair, texts = in_bfloat16()
+    target: Any = pair.model
     assert compare_greedy(pair, texts, 24).holds
     true = Target.verify
 
@@ -112,6 +111,39 @@ def test_sampled_text_holds(rule: str) -> None:
     assert found.holds and not found.approximate and found.p_value > 1e-4
     assert found.distance < found.bound < 0.5
     assert (found.seeded_tokens == 32) == (rule in ("coupled", "match"))
+
+
+def in_bfloat16() -> tuple[Speculator, list[Tensor]]:
+    torch.manual_seed(3)
+    target: Any = copy.deepcopy(tiny("llama")).bfloat16()
+    heads = Medusa(MedusaConfig.for_target(target, heads=2)).bfloat16()
+    return Speculator(target, heads, tree="cartesian:3,2"), one_by_one([5, 9, 7, 12, 6, 8])
+
+
+def test_seeded_text_may_differ_at_near_ties() -> None:
+    """Of the scores with their noise, by which tokens are chosen."""
+    pair, texts = in_bfloat16()
+    found = compare_sampled(pair, texts, 48, draws=100)
+    assert found.seeded_divergences and found.holds
+    for each in found.seeded_divergences:
+        assert 0 <= each.margin <= 2 * each.noise < 1 and each.difference > 0
+        far = replace(each, margin=3 * each.noise)
+        assert not replace(found, seeded_divergences=[far], dtype="float32").holds
+        assert replace(found, seeded_divergences=[each], dtype="float32").holds
+
+
+def test_text_of_another_seed_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its distribution is the target's, and in bfloat16 texts may differ; but not so."""
+    pair, texts = in_bfloat16()
+    true = Speculator.generate
+
+    def wrong(self: Speculator, *args: Any, seed: Any = None, **options: Any) -> Any:
+        other = seed + 1 if self is pair and isinstance(seed, int) else seed
+        return true(self, *args, **options, **({} if other is None else {"seed": other}))
+
+    monkeypatch.setattr(Speculator, "generate", wrong)
+    found = compare_sampled(pair, texts[:2], 16, draws=100)
+    assert found.agrees and len(found.seeded_divergences) == 2 and not found.holds
 
 
 def test_draws_are_decoded_with_the_tree_of_a_single_prompt() -> None:
