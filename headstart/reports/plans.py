@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from headstart.heads.artifacts.source import DrafterSource
 
 _SHOWN = 12  # candidates in the table
+_FIGURES = ("nodes", "depth", "τ", "ms/round", "× plain", "measured")
+_FEW = ("τ", "× plain", "measured")
+_WIDE = 60  # columns of a terminal that all of them fit into, beside a name that is wrapped
 _FORMATS = (".png", ".svg", ".pdf")
 
 
 def print_plan(plan: Plan, out: TextIO) -> None:
     """Print candidates, costs and the choice: colours on a terminal, plain text anywhere else."""
     console = titled(out, "headstart plan")
-    figures = ("nodes", "depth", "τ", "ms/round", "× plain", "measured")
-    table = column_table(("tree",), figures)
+    # The name nearly tells nodes and depth, and the rest follows from the speedup.
+    kept = _FIGURES if console.width >= _WIDE else _FEW
+    table = column_table(("tree",), kept)
     for candidate in plan.candidates[:_SHOWN]:
         chosen = candidate["name"] == plan.policy
-        table.add_row(*_row(candidate), style="bold green" if chosen else None)
+        name, *figures = _row(candidate)
+        row = [figures[_FIGURES.index(key)] for key in kept]
+        table.add_row(name, *row, style="bold green" if chosen else None)
     print_apart(console, table)
     if (more := len(plan.candidates) - _SHOWN) > 0:
         console.print(f"  … and {more} slower", style="dim")

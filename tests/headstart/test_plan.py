@@ -1,5 +1,6 @@
 """`headstart plan`: from prompts to a plan in the artifact, a table, a document and a plot."""
 
+import io
 import itertools
 import json
 import time
@@ -333,6 +334,27 @@ def test_trees_of_requests_that_cannot_be_are_refused(model: Path, kinds: list[A
 
     with pytest.raises(OptionError, match="a batch size from 1 and a temperature from 0"):
         headstart.load(str(model), tree=dict.fromkeys(kinds, "plain"))
+
+
+@pytest.mark.parametrize("columns", [40, 50, 60, 80])
+def test_names_and_figures_are_whole_in_any_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.heads.artifacts.plan import Plan
+    from headstart.reports.plans import print_plan
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    figures = {"tau": 4.65, "round_ms": 44.4, "speedup": 2.28, "measured_speedup": 2.86}
+    best = {"name": "sparse:8", "nodes": 8, "depth": 5, "measured_tau": 4.6, **figures}
+    costs: dict[str, Any] = {"plain": 2.1, "verify": {}, "begin": 0.5, "extend": {}}
+    print_plan(
+        Plan("cpu", "float32", 1, "sparse:8", [[0]], 4.65, 2.86, [[0.5]], costs, [best], 12, 96),
+        out := io.StringIO(),
+    )
+    header, row = out.getvalue().splitlines()[3:5]
+    assert "…" not in header + row and max(map(len, (header, row))) <= columns
+    assert row.split()[:1] == ["sparse:8"] and {"4.65", "2.28", "2.86"} <= set(row.split())
+    assert ("44.40" in row) == (columns >= 60)
 
 
 def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:
