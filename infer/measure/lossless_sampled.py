@@ -29,7 +29,11 @@ from .lossless_greedy import COPIES, Divergence, agreement, divergence, in_other
 from .progress import progress_bar
 
 ALPHA = 1e-6
-"""The probability that a correct sampler fails the test."""
+"""The p-value below which the test fails.
+
+Chi-square is an approximation: simulated, a correct sampler failed 2 to 3 times in a million with
+4,096 draws, and 10 times with 400.
+"""
 
 _WIDTHS = (6, 4, 3)  # likeliest continuations that get a bin of their own, by place
 _EXPECTED = 5.0  # draws that a bin must expect at least, as chi-square requires
