@@ -31,8 +31,8 @@ from .progress import progress_bar
 ALPHA = 1e-6
 """The p-value below which the test fails.
 
-Chi-square is an approximation: simulated, a correct sampler failed 2 to 3 times in a million with
-4,096 draws, and 10 times with 400.
+Chi-square is an approximation: of 1.2 million simulated tests of a correct sampler with 4,096 draws
+3 failed, of 600,000 with 400 draws 6.
 """
 
 _WIDTHS = (6, 4, 3)  # likeliest continuations that get a bin of their own, by place
