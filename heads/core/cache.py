@@ -220,10 +220,10 @@ class SlabCache(Cache):
     def release(self) -> None:
         """Give the memory back; there is none until `resize` takes some again."""
         self._give_back()
-        self.contents = object()
         self._capacities.clear()
 
     def _give_back(self) -> None:
+        self.contents = object()  # also where no other memory can be had then
         self._slabs, self._memory, self.capacity = [], [], 0
         self._rows, self._heads, self._flat, self._full = [], [], [], []
         self._written = None

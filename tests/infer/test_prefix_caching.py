@@ -9,7 +9,7 @@ from torch import Tensor
 
 import headstart
 from headstart.heads.families import KNOWN
-from headstart.infer import Batcher, Speculator
+from headstart.infer import Batcher, Speculator, runners
 from tests.support import families
 from tests.support.architectures import ARCHITECTURES
 from tests.support.recurrent import RECURRENT
@@ -94,6 +94,25 @@ def test_other_requests_in_between() -> None:
     kept.target.release()
     check(kept, whole, ids[:1], 0)
     check(kept, whole, ids[:1], 29)
+
+
+def test_a_request_that_had_no_memory_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was cached is gone with the memory that it was in."""
+    kept, whole = speculators(tiny("llama"), families.drafter("medusa", "tiny"))
+    monkeypatch.setattr(runners, "FIRST_TOKENS", 8)
+    ids, allocate = prompts([40])[0], torch.empty
+    check(kept, whole, ids, 0)
+
+    def fail(*sizes: Any, **options: Any) -> Tensor:
+        if sizes and isinstance(sizes[0], int):  # a slab's memory
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        kept.generate(ids, **OPTIONS | {"max_new_tokens": 200, "seed": 3})
+    monkeypatch.undo()
+    check(kept, whole, ids, 0)
 
 
 def test_what_is_kept_is_what_is_read() -> None:
