@@ -87,6 +87,7 @@ class Stream:
         self._heat = 0.0  # the temperature that the tree is chosen for
         self._apart = frozenset[str]()  # the settings that rows can have, see `RowSettings.apart`
         self._spoilt = False  # whether the cache holds what is no number
+        self._gave_up_kept = False
         self._pieces: list[Piece] = []  # that no round has returned yet
 
     @property
@@ -145,6 +146,8 @@ class Stream:
         if not rows:
             return
         for row in rows:
+            if (running := self._rows[row]) is not None:
+                self.request.target.keep_row(row, running.tokens)
             self._rows[row] = None
         self.request.rows.end(rows)
         with current(self.request.device):
@@ -172,6 +175,7 @@ class Stream:
             running.text += emitted.tokens[row, : emitted.count[row]].tolist()
             ended = left[row] == 0
             if ended:
+                self.request.target.keep_row(row, running.tokens)
                 self._rows[row] = None
                 self._remember(running)
             piece = Piece(running.prompt, own, running.text, ended, None, running.kept_tokens)
@@ -199,13 +203,18 @@ class Stream:
             work = self._place
 
     def _free_memory(self, error: DecodingError) -> None:
-        """Let the batch start anew with half of its rows; of a single row, without the longest."""
+        """Let the batch start anew without the texts that are kept; next with half of its rows; of
+        a single row, without the longest."""
         rows, self._waiting = len(self._rows), self._going
         self._rows = []
         for name in ("request", "decoding"):
             vars(self).pop(name, None)
-        self.speculator.target.release()
-        if rows > 1:
+        target, self.longest = self.speculator.target, 0
+        kept = bool(target.kept) and not self._gave_up_kept
+        target.release()
+        if kept:
+            self._gave_up_kept = True
+        elif rows > 1:
             self.limit = rows // 2
             warnings.warn(
                 f"there was no memory to decode {rows} requests together; from now on at most "
@@ -217,7 +226,6 @@ class Stream:
             largest = max(self._waiting, key=lambda own: own.prompt.longest)
             self._waiting.remove(largest)
             self._fail(largest, error)
-        self.longest = 0
 
     def _place(self) -> None:
         """Give rows to those that wait, in a batch that starts anew if they do not fit this one."""

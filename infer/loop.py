@@ -81,6 +81,8 @@ class Decoding:
         vocabulary, context = logits.shape[-1], None if limit is None else limit.positions
         together = bool(request.criteria) and not request.eos and batch > 1
         request.rows = Rows(pads, width, new_tokens, request.eos, vocabulary, context, together)
+        if target.kept.last is not None:
+            target.kept.last.rows = request.rows  # whose text is kept, too, as far as it comes
         request.start_text(ids, pads, vocabulary)
         self._prompts = ids
         request.states = self.runner.start(batch, request.capacity.most)

@@ -191,6 +191,11 @@ class Rows:
         found = dict.fromkeys(rows[full].tolist(), partial(_no_position, self._context))
         return found | dict.fromkeys(rows[none].tolist(), _no_token)
 
+    def written(self, row: int) -> np.ndarray:
+        """[T] the tokens that a row has emitted."""
+        found = [emitted.tokens[row, : emitted.count[row]] for emitted in self._emitted]
+        return np.concatenate([np.empty(0, dtype=int), *found])
+
     def text(self, pad: int) -> np.ndarray:
         """[B, longest] what the rows have emitted, padded after each row's end."""
         return self._laid_out([emitted.tokens for emitted in self._emitted], pad)

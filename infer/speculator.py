@@ -132,11 +132,10 @@ class Speculator(DecodingMethod):
         fused: whether norms, rotary embedding with cache write, and products of the same states are
             a kernel each in the target's forwards over trees, see `heads/core/fused.py`; packed
             ones are, and of compiled ones the products. None: on a GPU where a trial passes.
-        prefix_caching: whether a single prompt that begins as the last one, as the next turn of a
-            chat does, is run from where they differ. Meanwhile the last prompt's features are kept,
-            too. Sums may be rounded otherwise than of a whole prompt, so near-ties may fall
-            otherwise. Prompts of a target with recurrent layers are run whole all the same. After a
-            change of the model's weights, make a new speculator.
+        prefix_caching: whether a single prompt that begins as an earlier text, as the next turn of
+            a chat does, is run from where they differ, see `KeptTexts`. The cache then holds
+            features, too. Sums may be rounded otherwise than of a whole prompt, so near-ties may
+            fall otherwise. Prompts of a target with recurrent layers are run whole all the same.
 
     Attributes:
         trees: by kind of request, which another speculator takes as `tree`.
@@ -196,7 +195,7 @@ class Speculator(DecodingMethod):
         quiet = torch.autocast(place[0].type, enabled=False)
         with alone(target), quiet, current(place[0]):
             self.target = runner_of(target, self.drafters.feature_layers, **self._runs)
-            self.target.keeps_prompts = self.prefix_caching
+            self.target.keeps_texts = self.prefix_caching
             self.decoding_drafters = self.target.drafters_to_run(self.drafters)
         if self._captures and (reason := never_captured(target)) is not None:
             raise OptionError(f"graphs is True, and {reason}; leave graphs out.")

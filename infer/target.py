@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -41,7 +41,8 @@ from headstart.heads.core import (
     way_refused,
 )
 
-from .capture import unwatched
+from .compiled import compiled
+from .kept import KeptText, KeptTexts
 
 logger = logging.getLogger(__name__)
 
@@ -75,33 +76,6 @@ def way_to_run(model: PreTrainedModel, compile: bool | str, in_place: bool = Fal
     return mode
 
 
-def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[..., Any]:
-    """A model's forward, compiled for the shapes that it meets; hooks of its parts run in it."""
-    if attention == "masked":
-        raise OptionError(
-            "compile with attention='masked': its masks grow with the text, and each would be "
-            "compiled anew; leave attention out."
-        )
-
-    def run(**inputs: Any) -> Any:
-        return model(**inputs)
-
-    # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
-    # target never meets what was compiled for another one's features. And each shape has its own,
-    # since torch compiles the same code for eight of them at most, and runs others as they are.
-    compiled: dict[torch.Size, Callable[..., Any]] = {}
-
-    def call(**inputs: Any) -> Any:
-        shape = inputs["input_ids"].shape
-        if shape not in compiled:
-            own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
-            compiled[shape] = torch.compile(own, dynamic=False, mode=mode)
-        with unwatched():  # it reads the model's weights, and what the round has just made
-            return compiled[shape](**inputs)
-
-    return call
-
-
 @torch.inference_mode(False)  # what is computed beforehand is known by its version
 @torch.no_grad()
 def _fused_layers(
@@ -126,28 +100,6 @@ def _fused_layers(
     return fused
 
 
-class KeptPrompt:
-    """A prompt that has run: its tokens [T], its features [1, T, F], and a cache of one row, which
-    holds its keys and values as long as the cache's contents are the same."""
-
-    def __init__(self, tokens: Tensor, features: Tensor, slab: SlabCache):
-        self.tokens, self.features, self.slab = tokens, features, slab
-        self._contents = slab.contents
-
-    def begins(self, tokens: Tensor) -> int:
-        """How many tokens another prompt [T'] begins with that are cached; its last one is run."""
-        if self.slab.contents is not self._contents:
-            return 0
-        most = min(len(self.tokens), len(tokens) - 1)
-        return int((self.tokens[:most] == tokens[:most]).cumprod(0).sum())
-
-    def before(self, features: Tensor, known: int) -> Tensor:
-        """The features of whole prompts, of which the first `known` tokens are this one's and the
-        others have features [R, T', F]."""
-        first = self.features[:, :known].expand(len(features), -1, -1)
-        return torch.cat([first, features], 1)  # [R, known + T', F]
-
-
 class Target:
     """A causal language model of transformers, whose cache can be rolled back, as rounds call it.
 
@@ -165,8 +117,8 @@ class Target:
     Attributes:
         model: the model that was given; runner: what its forwards run, itself or a packed copy.
         kernels: whether layers run by the kernels for CPUs.
-        keeps_prompts: whether prompts that begin as the last one are not run whole, see `prefill`.
-        kept_tokens: so many tokens of the last prompt were not run.
+        keeps_texts: whether prompts that begin as earlier texts are not run whole, see `prefill`;
+            kept: those texts; kept_tokens: so many tokens of the last prompt were not run.
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled.
@@ -185,7 +137,7 @@ class Target:
         self.model, self.compile = model, (mode or False) if compile == AUTO else compile
         self._packing = Packing() if mode == PACKED else None
         inductor = mode if mode != PACKED else None
-        self._run = _compiled(model, inductor, attention) if inductor else None
+        self._run = compiled(model, inductor, attention) if inductor else None
         if self._packing is not None:
             model = self._packing.copy(model)
         self.runner = model  # the model that forwards run
@@ -202,9 +154,7 @@ class Target:
         self._streamed = offloaded(model)
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
-        self.keeps_prompts, self.kept_tokens = False, 0
-        self._kept: KeptPrompt | None = None  # in the cache
-        self._kept_apart: KeptPrompt | None = None  # in one of `prefill_apart`
+        self.keeps_texts, self.kept_tokens, self.kept = False, 0, KeptTexts()
 
     def __repr__(self) -> str:
         kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
@@ -241,8 +191,8 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Run prompts into an empty cache with at least `capacity` slots a row.
 
-        Where it `keeps_prompts`, a single one runs from the token on in which it differs from the
-        last one, whose keys and values are cached still.
+        Where it `keeps_texts`, a single one runs from the token on in which it differs from an
+        earlier text.
 
         Args:
             tokens: [B, T] int64, padded on the right; counts: true ones of each row.
@@ -250,20 +200,54 @@ class Target:
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
-        slots, alone = in_steps(max(capacity, tokens.shape[1])), len(tokens) == 1
-        kept, self._kept = self._kept, None
-        known = kept.begins(tokens[0]) if alone and kept is not None else 0
-        if kept is not None and known:
-            self.keep(known, slots)
-            logits, features = self.run_prompts(tokens[:, known:], [counts[0] - known], known)
-            features = kept.before(features, known)
-        else:
-            self.resize(len(tokens), slots)
-            logits, features = self.run_prompts(tokens, counts)
+        slots = in_steps(max(capacity, tokens.shape[1]))
+        alone = self._keeps and len(tokens) == 1
+        own = tokens[0].cpu().numpy() if alone else None
+        while True:
+            kept = bool(self.kept)
+            try:
+                known = 0 if own is None else self._begin_as(own, slots)
+                if not known:
+                    self.resize(len(tokens), slots)
+                counts_left = [count - known for count in counts]
+                logits, features = self.run_prompts(tokens[:, known:], counts_left, known)
+                features = self._with_kept(self.cache, features, tokens.shape[1])
+                break
+            except torch.OutOfMemoryError:
+                if not kept:
+                    raise
+            self.release()  # with all that is kept, for another try
         self.kept_tokens = known
-        if self.keeps_prompts and alone and self.cache.recurrent is None:
-            self._kept = KeptPrompt(tokens[0], features, self.cache)
+        if own is not None:
+            self.kept.last = KeptText(own, self.cache)
         return logits, features
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether texts are kept; recurrent layers have no state but after the last token."""
+        return self.keeps_texts and self.cache.recurrent is None
+
+    def _begin_as(self, tokens: np.ndarray, slots: int) -> int:
+        """Have the first tokens of a prompt [T] in the cache, those of a kept text: how many."""
+        self.kept.check(self.runner)
+        text, known = self.kept.find(tokens)
+        if text is None:
+            return 0
+        if text is self.kept.last:
+            self.kept.leave(known)
+            self.keep(known, slots)
+        else:
+            self.kept.use(text, known)
+            self.resize(1, slots)
+            self.cache.take(text.slab, 0, known)
+        return known
+
+    def _with_kept(self, cache: SlabCache, features: Tensor, length: int) -> Tensor:
+        """The features of whole prompts [B, T, F], of whose last tokens a forward gave these."""
+        if not self._keeps or self.tap is None:
+            return features.new_empty(len(features), length, 0) if self._keeps else features
+        cache.put_features(features)
+        return cache.features(length)
 
     def run_prompts(
         self, tokens: Tensor, counts: Sequence[int], first: int = 0
@@ -285,26 +269,32 @@ class Target:
         Returns:
             That cache, and features [B, T, F].
         """
-        prior, self._kept_apart = self._kept_apart, None
-        rows = [row[:count] for row, count in zip(tokens, counts, strict=True)]
-        known = 0 if prior is None else min(map(prior.begins, rows))
-        apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        if prior is not None and known:
-            apart.take(prior.slab, 0, known)
+        found = list[tuple[KeptText | None, int]]()
+        rows = [row[:count].numpy() for row, count in zip(tokens.cpu(), counts, strict=True)]
+        if self._keeps:
+            self.kept.check(self.runner)
+            found = [self.kept.find(row) for row in rows]
+        known = min((count for _, count in found), default=0)
+        apart = self.cache.like(len(tokens), in_steps(tokens.shape[1]))
+        for row, (text, count) in enumerate(found):
+            if text is not None and known:
+                apart.take(text.slab, 0, known, row)
+                self.kept.use(text, count)
+        length = tokens.shape[1]
         tokens = tokens[:, known:]
         counts, kept = ([each - known for each in every] for every in (counts, kept))
         forward = partial(prefill_forward, self.runner, apart, tokens, counts, kept, known)
         features = self._run_tapped(tokens, forward)[1]
-        if prior is not None and known:
-            features = prior.before(features, known)
+        features = self._with_kept(apart, features, length)
         self.kept_tokens = known
-        if self.keeps_prompts and apart.recurrent is None:
-            one = apart
-            if len(rows) > 1:
-                one = SlabCache(self.shapes, 1, apart.capacity)
-                one.take(apart, 0, len(rows[0]))
-            self._kept_apart = KeptPrompt(rows[0], features[:1].clone(), one)
+        if self._keeps:
+            self.kept.copy(rows[0], apart, 0)
         return apart, features
+
+    def keep_row(self, row: int, tokens: Sequence[int]) -> None:
+        """Keep a row's text, all but its last token, where texts are kept."""
+        if self._keeps:
+            self.kept.copy(np.array(tokens[:-1]), self.cache, row)
 
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
@@ -340,13 +330,16 @@ class Target:
             self._run,
         )
         with self.fused or nullcontext():
-            return self._run_tapped(tree.tokens, forward)
+            logits, features = self._run_tapped(tree.tokens, forward)
+        if self._keeps and self.tap is not None:
+            self.cache.put_features(features)
+        return logits, features
 
     def spare(self) -> "Target":
         """Another one like it, with a cache of its own."""
         found = copy.copy(self)
         found.cache = SlabCache(self.shapes, 0, 0)
-        found._kept = found._kept_apart = None
+        found.kept = KeptTexts()
         return found
 
     def keep(self, slots: int, capacity: int) -> None:
@@ -355,6 +348,8 @@ class Target:
 
     def resize(self, batch: int, capacity: int) -> None:
         """See `SlabCache.resize`."""
+        self.kept.leave()
+        self.kept.make_room(self.cache, self.cache.bytes_of(batch, capacity))
         self.cache.resize(batch, capacity)
 
     def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
@@ -363,12 +358,14 @@ class Target:
 
     def release(self) -> None:
         """See `SlabCache.release`."""
-        self._kept = self._kept_apart = None
+        self.kept.clear()
         self.cache.release()
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up to the step they grow in."""
         slots = in_steps(slots)
+        if slots > self.cache.capacity:
+            self.kept.make_room(self.cache, self.cache.bytes_of(self.cache.batch, slots))
         self.cache.reserve(slots)
         return slots
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,11 +16,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from . import cpu_kernels
 from .fused import fused_writes
 from .fused_writes import write
+from .layer_shape import LayerShape
 from .recurrent import RecurrentLayer, RecurrentShape, RecurrentStates
 from .triton_here import no_kernel
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
+
+_FEATURES = "features"  # the group of slabs that is of no layer
 
 _made = itertools.count()  # memories of caches, so far
 
@@ -42,32 +43,6 @@ def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     """
     source, destination = slots.gather(1, path), slots[:, : path.shape[1]]  # [B, A]
     rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer caches: its place, and the shapes of its keys and values, (heads, size).
-
-    A layer without attention has heads of no size; one that is recurrent keeps states, too.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    key: tuple[int, int] = (0, 0)
-    value: tuple[int, int] = (0, 0)
-    recurrent: RecurrentShape | None = None
-
-    @property
-    def attends(self) -> bool:
-        """Whether it caches keys and values."""
-        return self.key[0] > 0
-
-    @property
-    def no_kernel(self) -> str | None:
-        """See `no_kernel`."""
-        if not self.attends:
-            return None
-        return no_kernel(self.device, self.dtype, max(self.key[1], self.value[1]))
 
 
 class _Layer(CacheLayerMixin):
@@ -125,8 +100,9 @@ class SlabCache(Cache):
         self.recurrent = RecurrentStates(recurrent) if recurrent else None
         self.shapes, self.batch, self.capacity = shapes, batch, 0
         self.dtype = shapes[0].dtype  # which attention masks take
-        self._devices = {shape.device for shape in shapes}
-        self._members: dict[tuple, list[tuple[int, int]]] = {}  # of each slab: (kind, layer)
+        self.devices = {shape.device for shape in shapes}
+        # Of each slab, by device, dtype and sizes of its entries: (kind, layer).
+        self._members: dict[tuple, list[tuple[int, int]]] = {}
         for layer, shape in enumerate(shapes):
             for kind, size in enumerate((shape.key, shape.value) if shape.attends else ()):
                 group = (shape.device, shape.dtype, size)
@@ -171,10 +147,49 @@ class SlabCache(Cache):
         else:
             self._clear_slots()
 
-    def take(self, other: SlabCache, row: int, slots: int) -> None:
-        """Copy the first `slots` slots of a row of another cache into every row of this one."""
+    def like(self, batch: int, capacity: int) -> SlabCache:
+        """Another cache for the same."""
+        found = SlabCache(self.shapes, batch, 0)
+        found._members = self._members.copy()
+        found.reserve(capacity)
+        return found
+
+    def take(self, other: SlabCache, row: int, slots: int, into: int = 0) -> None:
+        """Copy the first `slots` slots of a row of another cache into one of this."""
+        self._hold(*other._members)
         for own, theirs in zip(self._slabs, other._slabs, strict=True):
-            own.narrow(2, 0, slots).copy_(theirs[:, row : row + 1].narrow(2, 0, slots))
+            own[:, into, :slots] = theirs[:, row, :slots]
+
+    def put_features(self, features: Tensor) -> None:
+        """Hold features [B, N, F], too: of the last forward's tokens, in the slots that it wrote.
+
+        From then on they are kept, moved and copied as keys and values are.
+        """
+        self._hold((features.device, features.dtype, (1, features.shape[-1]), _FEATURES))
+        slots = self._flat_slots
+        if isinstance(slots, range):
+            self._slabs[-1][0, :, slots.start : slots.stop, 0] = features
+        else:
+            rows = self._rows[-1][0, :, 0]  # [B*S, F]
+            rows.index_copy_(0, slots.flatten().to(rows.device), features.flatten(0, 1))
+
+    def features(self, slots: int) -> Tensor:
+        """Those in the first `slots` slots of each row [B, slots, F]."""
+        return self._slabs[-1][0, :, :slots, 0]
+
+    def _hold(self, *groups: tuple) -> None:
+        """Have slabs of these groups; that of features, the last one, is made when it is needed."""
+        for group in groups:
+            if group in self._members:
+                continue
+            device, dtype, (heads, size), _ = group
+            if self._memory:
+                shape = 1, self.batch, self.capacity, heads, size
+                self._memory.append(torch.zeros(math.prod(shape), dtype=dtype, device=device))
+                self._slabs.append(self._memory[-1].view(shape))
+                self._made = next(_made)
+                self._view()
+            self._members[group] = [(2, 0)]
 
     def keep(self, slots: int, capacity: int) -> None:
         """Hold nothing but the first `slots` slots of each row, for another text that begins alike.
@@ -191,7 +206,7 @@ class SlabCache(Cache):
         """Have B rows of `capacity` slots, zeros but for the first slots, which are `kept`."""
         sizes = [
             (len(members), self.batch, capacity, heads, size)
-            for (_, _, (heads, size)), members in self._members.items()
+            for (_, _, (heads, size), *_), members in self._members.items()
         ]
         counts = [math.prod(size) for size in sizes]
         have = [len(memory) for memory in self._memory] or [0] * len(counts)
@@ -199,7 +214,7 @@ class SlabCache(Cache):
             self._give_back()  # before more is taken
             self._memory = [
                 torch.empty(max(count, had), dtype=dtype, device=device)
-                for count, had, (device, dtype, _) in zip(counts, have, self._members, strict=True)
+                for count, had, (device, dtype, *_) in zip(counts, have, self._members, strict=True)
             ]
             self._made = next(_made)
         self._slabs = [
@@ -210,11 +225,15 @@ class SlabCache(Cache):
         for slab, old in zip(self._slabs, kept, strict=False):
             slab[:, :, : old.shape[2]] = old
         self.capacity = self._capacities[self.batch] = capacity
+        self._view()
+
+    def _view(self) -> None:
+        """Look at the slabs in all the ways that are asked for."""
         self._rows = [slab.flatten(1, 2) for slab in self._slabs]  # [entries, B*S, H, D]
         self._heads = [slab.transpose(2, 3) for slab in self._slabs]  # [entries, B, H, S, D]
         self._flat = [view for slab in self._rows for view in slab.unbind(0)]
-        self._full = self._views(0, capacity)
-        firsts = torch.arange(self.batch, device=self.shapes[0].device) * capacity
+        self._full = self._views(0, self.capacity)
+        firsts = torch.arange(self.batch, device=self.shapes[0].device) * self.capacity
         self._firsts = firsts.unsqueeze(1)  # [B, 1], the flat index of each row's first slot
 
     def release(self) -> None:
@@ -243,10 +262,12 @@ class SlabCache(Cache):
 
     def bytes_of(self, batch: int, capacity: int) -> int:
         """How much memory so many rows of so many slots take."""
-        sizes = (math.prod(shape.key) + math.prod(shape.value) for shape in self.shapes)
-        items = (shape.dtype.itemsize for shape in self.shapes)
+        slot = sum(
+            len(members) * math.prod(size) * dtype.itemsize
+            for (_, dtype, size, *_), members in self._members.items()
+        )
         states = 0 if self.recurrent is None else self.recurrent.bytes_of_row
-        return batch * (capacity * sum(map(operator.mul, sizes, items)) + states)
+        return batch * (capacity * slot + states)
 
     def clear(self) -> None:
         """Overwrite all with zeros: masked slots count as zero times what they hold, a NaN too."""
@@ -262,6 +283,7 @@ class SlabCache(Cache):
     def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
         """Copy the first `slots` slots of another cache's rows into `rows` [R] of this one."""
         self.reserve(slots)
+        self._hold(*other._members)
         self.contents = object()
         for own, theirs in zip(self._slabs, other._slabs, strict=True):
             own.narrow(2, 0, slots).index_copy_(1, rows.to(own.device), theirs.narrow(2, 0, slots))
@@ -280,7 +302,7 @@ class SlabCache(Cache):
             return
         self._flat_slots = slots + self._firsts if self.batch > 1 else slots  # [B, N]
         flat = self._flat_slots.flatten()
-        self._slots = {device: flat.to(device) for device in self._devices}
+        self._slots = {device: flat.to(device) for device in self.devices}
         if (writes := fused_writes()) is not None:
             writes.cache = self
 

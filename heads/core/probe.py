@@ -22,11 +22,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .cache import SLOT_STEP, LayerShape, SlabCache
+from .cache import SLOT_STEP, SlabCache
 from .cache_name import CACHE
 from .errors import MALFORMED, OptionError, UnsupportedTarget, brief, undrivable
 from .features import eval_mode
 from .forward import prefill_forward, tree_forward
+from .layer_shape import LayerShape
 from .masks import KEEPS_NOTHING, AttentionWindows
 from .mixers import take_recurrent
 from .offload import device_of

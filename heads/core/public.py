@@ -2,7 +2,7 @@
 
 from .before import Before, CountPenalty, penalise, repeating
 from .best import best_log_probabilities, best_of
-from .cache import LayerShape, SlabCache, in_steps
+from .cache import SlabCache, in_steps
 from .cache_name import CACHE, CACHE_NAMES
 from .cpu_kernels import CpuLinear, each_product, use_huge_pages
 from .features import (
@@ -18,6 +18,7 @@ from .features import (
 )
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers, has_kernels_for
+from .layer_shape import LayerShape
 from .machine import (
     free_bytes,
     has_bfloat16,

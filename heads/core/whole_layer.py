@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cache import LayerShape, SlabCache
+from .cache import SlabCache
 from .cache_name import CACHE
 from .cpu_compile import kernels
 from .cpu_kernels import MOST_ROWS, CpuLinear, attention_of, plain
 from .few_rows import attends_in_few_rows
 from .fused_norms import LAYER_NORMS
+from .layer_shape import LayerShape
 
 _HEAD_NORMS = ("q_norm", "k_norm")
 _SECOND_NORM = "hidden_norm"  # of EAGLE-3's layer, which reads an embedding and a hidden state

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .cache import LayerShape, SlabCache
+from .cache import SlabCache
 from .cache_name import CACHE
 from .cpu_kernels import MOST_ROWS
 from .few_rows import few_rows
+from .layer_shape import LayerShape
 from .trial import nearly_equal
 from .whole_layer import WholeLayer, WholeLayers, run_instead, take_whole_layers
 

@@ -31,7 +31,7 @@ _DRAFTER = (
     "`suffix`, `mtp` for the module in the target's own files, or `early_exit:N` for its first N "
     "layers; given several times, all of them decode together (default: no drafter, plain decoding)"
 )
-_WHOLE = "run each prompt whole, also where it begins as the last one did"
+_WHOLE = "run each prompt whole, also where it begins as an earlier text"
 _TREE = (
     "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
     "rank paths; for several drafters one tree each, joined by + (default: the drafter's plan for "

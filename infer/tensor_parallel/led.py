@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from headstart.heads import OptionError, SlabCache, TokenTree
 from headstart.heads.core import CACHE_NAMES, Topology, decoder_of, device_and_dtype, way_refused
 
+from ..kept import KeptTexts
 from ..target import Target, way_to_run
 from .workers import Workers
 
@@ -127,13 +128,14 @@ class LedTarget(Target):
         self._shape: Topology | None = None  # that of the last tree, which the others have, too
         with self._workers.together("target", self._number, led.number, attention):
             super().__init__(model, feature_layers, attention, compile, fused=False)
+        self.kept = KeptTexts(0)  # the others have no copies
 
     def spare(self) -> Target:
         found = copy.copy(self)
         found._number, found._shape = self._workers.number(found), None
         with self._workers.together("spare", found._number, self._number):
             found.cache = SlabCache(self.shapes, 0, 0)
-            found._kept = found._kept_apart = None
+            found.kept = KeptTexts(0)
         return found
 
     def run_prompts(
@@ -148,7 +150,6 @@ class LedTarget(Target):
         number = self._workers.next_number()
         with self._workers.together("apart", number, self._number, tokens, counts, kept):
             apart, features = super().prefill_apart(tokens, counts, kept)
-        self._kept_apart = None  # the others run whole prompts
         weakref.finalize(apart, self._workers.drop, number)
         apart._headstart_number = number  # type: ignore[attr-defined]
         return apart, features
