@@ -166,16 +166,21 @@ class _Ended(Handler):
         answer = await super().handle_request(body, request_id)
         if isinstance(answer, StreamingResponse):
             answer.body_iterator = _with_end(answer.body_iterator, self._before(request_id))
-        elif self._asked.logprobs is not None:
-            found = json.loads(bytes(answer.body))
+            return answer
+        found = json.loads(bytes(answer.body))
+        found["usage"] |= self._of_prompt()
+        if self._asked.logprobs is not None:
             found["choices"][0]["logprobs"] = self._spelled(self._manager.told)
-            return JSONResponse(found)
-        return answer
+        return JSONResponse(found)
 
     @property
     def _manager(self) -> Any:
         state: Any = self.generation_state
         return state.manager
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What a usage tells of the prompt's tokens."""
+        return {"prompt_tokens_details": {"cached_tokens": self._manager.cached}}
 
     def _before(self, request_id: str) -> str:
         """What a stream begins with."""
@@ -190,7 +195,7 @@ class _Ended(Handler):
         chunk |= {"model": model, "choices": [{"index": 0, **choice}]}
         if usage is None:
             return _event(chunk)
-        told = {"usage": usage.model_dump(exclude_none=True)}
+        told = {"usage": usage.model_dump(exclude_none=True) | self._of_prompt()}
         if self._usage_apart:
             return _event(chunk) + _event(chunk | {"choices": []} | told)
         return _event(chunk | told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.response import ResponseHandler, compute_usage
@@ -83,6 +83,6 @@ class Responses(Handler, ResponseHandler):
         return state.manager.spelled(told, True)["content"] if told else []
 
     def _end(self, events: Events, prompt: int, written: int) -> str:
-        return events.end(
-            compute_usage(prompt, written).model_dump(exclude_none=True), self._is_cut(written)
-        )
+        usage, state = compute_usage(prompt, written), cast("Any", self.generation_state)
+        usage.input_tokens_details.cached_tokens = state.manager.cached
+        return events.end(usage.model_dump(exclude_none=True), self._is_cut(written))

@@ -81,13 +81,16 @@ def merged(answers: Sequence[dict[str, Any]], count: int, name: str) -> dict[str
     return {**answers[0], "id": name, "choices": choices, "usage": usage}
 
 
-def _added(usages: Sequence[dict[str, int]], count: int) -> dict[str, int]:
-    prompt = sum(each["prompt_tokens"] for each in usages[::count])
+def _added(usages: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
+    of_prompts, details = usages[::count], "prompt_tokens_details"
+    prompt = sum(each["prompt_tokens"] for each in of_prompts)
+    cached = sum(each[details]["cached_tokens"] for each in of_prompts)
     written = sum(each["completion_tokens"] for each in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
+        details: {"cached_tokens": cached},
     }
 
 
@@ -107,7 +110,7 @@ async def merged_stream(streams: Sequence[Any], count: int, name: str) -> AsyncI
         chunks.put_nowait((number, None))
 
     reading = [asyncio.ensure_future(read(*each)) for each in enumerate(streams)]
-    usages, going, shared = dict[int, dict[str, int]](), len(reading), dict[str, Any]()
+    usages, going, shared = dict[int, dict[str, Any]](), len(reading), dict[str, Any]()
     try:
         while going:
             number, chunk = await chunks.get()

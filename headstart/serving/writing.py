@@ -199,10 +199,11 @@ class Manager(GenerateManager):
 
     Attributes:
         told: the tokens of an answer that is not streamed, if their probabilities are asked for.
+        cached: so many tokens of the prompt were not run; known once the answer has ended.
     """
 
     def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop):
-        self.pieces, self.told = Pieces(), list[Told]()
+        self.pieces, self.told, self.cached = Pieces(), list[Told](), 0
         self._writer, self._loop, self._left = writer, loop, threading.Event()
         _lefts.add(self._left)
 
@@ -297,6 +298,7 @@ class Manager(GenerateManager):
                     config.max_new_tokens = None
                 watched.reason = "stop" if config.max_new_tokens is None else "length"
                 watched.stats, watched.written = self._writer.stats, text.shape[-1] - len(prompt[0])
+                self.cached = watched.stats.kept_tokens
             return text
 
         return streamer, run
