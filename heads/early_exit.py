@@ -30,6 +30,7 @@ from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.first_layers import FirstLayers
 from .parts.own_layers import llama_like, norm_scale, own_layers, silence, unit_scale_init
+from .parts.published.kangaroo import kangaroo
 from .parts.recompute import compute_again
 from .parts.vocabulary import OneOutputLayer
 from .parts.weightless import load_without_weights, save_without_weights
@@ -80,6 +81,7 @@ class EarlyExit(OneOutputLayer):
     config_class = EarlyExitConfig
     config: EarlyExitConfig
     in_target, after_name = True, "exit_layer"
+    from_checkpoint = staticmethod(kangaroo)
 
     def __init__(self, config: EarlyExitConfig):
         super().__init__(config)
@@ -105,8 +107,10 @@ class EarlyExit(OneOutputLayer):
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
         """Load it as transformers does, or without weights where it has none."""
-        config: Any = cls.config_class
-        config = config.from_pretrained(name, local_files_only=Path(name).is_dir())
+        config: Any = options.get("config")
+        if config is None:
+            kind: Any = cls.config_class
+            config = kind.from_pretrained(name, local_files_only=Path(name).is_dir())
         whole = super().from_pretrained if config.layers else partial(load_without_weights, cls)
         return whole(name, *args, **options)
 

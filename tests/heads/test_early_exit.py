@@ -1,11 +1,18 @@
 """Early exit: the target's own layers draft, with its own weights and a cache of their own."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 import headstart
 from headstart.heads import (
@@ -16,6 +23,7 @@ from headstart.heads import (
     fingerprint,
     load_drafter,
 )
+from headstart.heads.artifacts.files import PICKLE
 from headstart.heads.artifacts.saving import save_drafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.artifacts.trimming import trimmed
@@ -177,3 +185,52 @@ def test_the_number_of_layers_may_follow_the_name() -> None:
     with pytest.raises(OptionError, match=r"exit_layer is 9; .* 9 layers: expected 1 … 8") as wrong:
         headstart.load(model, "early_exit:9")
     one_line(wrong.value)
+
+
+class Adapter(torch.nn.Module):
+    """A layer of Kangaroo's authors: Llama's without an MLP."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.self_attn = LlamaAttention(config, 0)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Any, **given: Any) -> Any:
+        return hidden + self.self_attn(self.input_layernorm(hidden), **given)[0]
+
+
+@torch.no_grad()
+def test_an_adapter_of_kangaroo(tmp_path: Path) -> None:
+    """Its authors name tensors so, and compute this with them."""
+    model, sizes = tiny("llama"), {"rms_norm_eps": 1e-5, "num_hidden_layers": 1}
+    config = LlamaConfig(**{**model.config.to_dict(), **sizes, "rope_parameters": None})
+    config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    layer = Adapter(config).double()
+    norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps).double()
+    for weight in (*layer.parameters(), *norm.parameters()):
+        weight.copy_(torch.randn_like(weight) * 0.4)
+    tensors = {f"layers.0.{name}": weight for name, weight in layer.state_dict().items()}
+    tensors |= {"norm.weight": norm.weight, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    torch.save({name: weight.detach() for name, weight in tensors.items()}, tmp_path / PICKLE)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"model_type": "llama"}))
+    drafter: Any = load_drafter(tmp_path, model, allow_pickle=True)
+    assert isinstance(drafter, EarlyExit) and drafter.config.exit_layer == 1
+    ids, _ = prompts([12])
+    hidden, places = capture(model, [1], ids), torch.arange(12).unsqueeze(0)
+    angles = LlamaRotaryEmbedding(config)(hidden, places)
+    mask = torch.full((12, 12), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    left = norm(layer(hidden, position_embeddings=angles, attention_mask=mask))
+    expected = model.get_output_embeddings()(left[:, -1])
+    state, count = drafter.start(1, 40), torch.tensor([11])
+    drafter.prefill(state, hidden[:, :11], ids[:, :11], count)
+    drafter.reserve(state, 12, 8)
+    step = drafter.begin(state, hidden[:, 10:11], ids[:, 11:], torch.ones_like(count))
+    assert step.logits is not None and (step.logits[0] - expected).abs().max() < 1e-6
+    text = headstart.load(model, drafter, tree=TREE).generate(ids, **GREEDY)
+    assert torch.equal(text, model.generate(ids, **GREEDY))
+    config.num_attention_heads = 5
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(ArtifactError, match="num_attention_heads is 5, with states of") as caught:
+        load_drafter(tmp_path, model, allow_pickle=True)
+    one_line(caught.value)
