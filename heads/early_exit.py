@@ -29,7 +29,14 @@ from .declared.early_exit import EarlyExitFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.first_layers import FirstLayers
-from .parts.own_layers import llama_like, norm_scale, own_layers, silence, unit_scale_init
+from .parts.own_layers import (
+    attending_layers,
+    llama_like,
+    norm_scale,
+    own_layers,
+    silence,
+    unit_scale_init,
+)
 from .parts.published.kangaroo import kangaroo
 from .parts.recompute import compute_again
 from .parts.vocabulary import OneOutputLayer
@@ -37,7 +44,8 @@ from .parts.weightless import load_without_weights, save_without_weights
 
 _SHARE, _SHARE_ALONE = 16, 4
 """By default the exit is after a 16th of the target's layers, as Kangaroo's after 2 of 32; with no
-layer of its own after a quarter, as LayerSkip's after 8 of 32."""
+layer of its own after a quarter, as LayerSkip's after 8 of 32. Not before the first one that
+attends, though."""
 
 
 @strict
@@ -56,7 +64,9 @@ class EarlyExitConfig(EarlyExitFields, DrafterConfig):
                 f"expected 1 … {count - 1}."
             )
         share = _SHARE if config.layers else _SHARE_ALONE
-        config.exit_layer = config.exit_layer or max(1, count // share)
+        attending = attending_layers(target.config, alone=False)  # one of which is needed
+        least = min(next(iter(attending), 0) + 1, count - 1)
+        config.exit_layer = config.exit_layer or max(least, count // share)
         config.feature_layers = [config.exit_layer]
         if config.layers:
             config.layer = config.own_layer(llama_like(target), num_hidden_layers=config.layers)

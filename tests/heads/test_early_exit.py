@@ -103,6 +103,17 @@ def test_the_name_alone_drafts_with_the_targets_norm_and_output_layer(name: str)
     assert (step.logits[0] - logits).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "nemotron-h"])
+def test_the_exit_is_not_before_the_first_layer_that_attends(name: str, layers: int) -> None:
+    model = model_of(name)
+    drafter = EarlyExit(EarlyExitConfig.for_target(model, layers=layers)).double().bind(model)
+    assert attending(model) == drafter.config.exit_layer == 2
+    ids, _ = prompts([9])
+    text = headstart.load(model, drafter.eval(), tree=TREE).generate(ids, **GREEDY)
+    assert torch.equal(text, headstart.load(model, None).generate(ids, **GREEDY))
+
+
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "traversal"])
 def test_all_drafts_are_accepted_where_the_other_layers_add_nothing(rule: str) -> None:
     model = copy.deepcopy(tiny("llama"))
