@@ -57,8 +57,19 @@ def exit_status(program: str, run: Callable[[], int], ends: bool = False) -> int
     except (ValueError, OSError, SafetensorError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
-        print(f"{program}: error: {one_line(error)}", file=sys.stderr)
+        message = one_line(error)
+        if _is_to_say(message):
+            print(f"{program}: error: {message}", file=sys.stderr, flush=True)
         return 2
+
+
+def _is_to_say(message: str) -> bool:
+    """Whether this process is to print an error: of several that a launcher started, the first."""
+    if "RANK" not in os.environ:
+        return True
+    from headstart.train.processes.lifetime import is_to_say
+
+    return is_to_say(message)
 
 
 def _prepare_streams() -> None:

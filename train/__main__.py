@@ -18,12 +18,10 @@ def run() -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
-        from .processes.agreement import first_to_say
-        from .processes.lifetime import watch_no_longer
+        from .processes.lifetime import is_to_say
 
-        watch_no_longer()  # the others are ending for the same reason
         message = " ".join(str(error).split()) or type(error).__name__
-        if first_to_say(message):
+        if is_to_say(message):
             print(f"headstart.train: error: {message}", file=sys.stderr, flush=True)
         return 2
 

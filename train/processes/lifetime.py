@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from .agreement import SILENT, beat, from_all, in_parallel, signs_of, wait_for_all
+from .agreement import (
+    SILENT,
+    beat,
+    first_to_say,
+    from_all,
+    in_parallel,
+    signs_of,
+    wait_for_all,
+)
 
 _BEAT = 5.0  # seconds between signs of life
 _UNREACHED = 60.0  # seconds without the store after which the node that keeps it counts as lost
@@ -104,6 +112,12 @@ def watch_no_longer() -> None:
     """Let the launcher and the siblings end."""
     if _lifetime is not None:
         _lifetime.close()
+
+
+def is_to_say(message: str) -> bool:
+    """Whether this process, which an error ends, is to print it: no other one of the run has."""
+    watch_no_longer()  # the others are ending for the same reason
+    return first_to_say(message)
 
 
 def end_processes() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from headstart import cli
 from headstart.train.processes import agreement
 from headstart.train.processes.agreement import SaidByAll
 
@@ -33,3 +34,19 @@ def test_a_warning_of_all_processes_is_printed_once_each_time(
 
     monkeypatch.setattr(agreement, "store", gone)
     assert one.filter(warning("last words"))
+
+
+def test_a_mistake_of_all_processes_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command line too, which a launcher may start as `-m headstart train`."""
+    distributed: Any = torch.distributed
+    shared = distributed.HashStore()
+    monkeypatch.setattr(agreement, "_launchers_store", lambda: shared)
+    wrong = ["train", "quickstart", "train.max_step=3"]
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(wrong) == 2
+        assert capsys.readouterr().err.count("did you mean 'max_steps'") == lines
+    monkeypatch.delenv("RANK")
+    assert cli.main(wrong) == 2 and "did you mean 'max_steps'" in capsys.readouterr().err
