@@ -198,10 +198,17 @@ def test_a_base_is_checked(tmp_path: Path, text: str, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_the_folder_of_a_run_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"is a folder; .* the settings that it was started with"):
+        load_recipe(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("name: r\nname: s\n", "name: given twice"),
+        ("corpus: {columns: {prompt:task}}\n", "space behind the colon: {prompt: task}"),
+        ("chat: {template_kwargs: {'a:b':}}\n", "space behind the colon: {a: b}"),
         ("- 1\n", "expected a mapping"),
         ("", "found null"),
         ("a: [\n", "not valid YAML"),

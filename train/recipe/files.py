@@ -144,6 +144,11 @@ def _find(name: str) -> Path:
             f"{name!r} is a setting, and stands where the recipe is expected; name that first, "
             f"e.g. own-model {name}"
         )
+    if Path(name).is_dir():
+        raise RecipeError(
+            f"{name!r} is a folder; expected a recipe: a YAML file, or what `headstart recipes` "
+            "lists. To continue a run, give the recipe and the settings that it was started with"
+        )
     raise RecipeError(
         f"no recipe {name!r}: neither a file nor a shipped recipe"
         f"{nearest(name, [*shipped, *parts])}; give a path, or what `headstart "
@@ -249,7 +254,15 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if node.flow_style and ":" in key.value and value.start_mark == value.end_mark:
+                name, _, said = key.value.partition(":")
+                raise RecipeError(
+                    f"{key.value!r} is a name without a value; write a space behind the colon: "
+                    f"{{{name}: {said}}}"
+                )
             if key.value in seen:
                 raise RecipeError(f"{key.value}: given twice (line {key.start_mark.line + 1})")
             seen.add(key.value)
