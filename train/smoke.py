@@ -128,9 +128,9 @@ def _distill(spec: Distill) -> Distill:
     tokens = 128 if spec.prefix == "prompt" else 16
     writer = "given" if spec.writer == "given" else "own"
     return replace(
-        spec, writer=writer, openai=None, drafter=None, examples=16, prefix_tokens=tokens,
-        new_tokens=12, max_length=None, batch_size=16, shards=max(spec.rounds, 2),
-        round_steps=None, max_seconds=None,
+        spec, writer=writer, openai=None, drafter=None, use_drafter="where_faster", examples=16,
+        prefix_tokens=tokens, new_tokens=12, max_length=None, batch_size=16,
+        shards=max(spec.rounds, 2), round_steps=None, max_seconds=None,
     )  # fmt: skip
 
 

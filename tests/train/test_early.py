@@ -147,6 +147,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "writing": ({"distill": {"drafter": "./nowhere"}}, "nowhere"),
     "tree": ({"decode": {"tree": "chain:4"}}, "decode.tree is 4 deep, but a medusa drafter"),
     "loss": ({"train": {"feature_weight": 1.0}}, "feature_weight"),
+    "packed": ({"train": {"packing": True, "packed_length": 30}}, "packed_length is 30, but a"),
     "depth": ({"drafter": {"heads": 4000}}, "drafter.heads is 4000, but a training row has"),
 }  # fmt: skip
 
@@ -162,6 +163,14 @@ def test_what_cannot_work_ends_before_the_first_stage(
         pipeline.run(recipe(tmp_path, target, **changes))
     one_line(error.value)
     assert not (tmp_path / "runs").exists()
+
+
+def test_settings_without_effect_are_warned_of(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_run(recipe(tmp_path, target, train={"packed_length": 30}))
+    said = "tiny: train.packed_length has no effect here: it needs train.packing"
+    assert caplog.messages == [said]
 
 
 def test_disk_and_memory_are_judged(

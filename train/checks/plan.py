@@ -5,6 +5,7 @@ Of a target on the Hub only the config and the tokenizer are fetched.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ from ..processes.engine import under_fsdp
 from ..processes.tensor_parallel import WORDS
 from ..recipe import Recipe
 from ..scratch_target import model_config
+from .unused import unused_settings
+
+logger = logging.getLogger(__name__)
 
 
 class CheckError(ValueError):
@@ -89,6 +93,8 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     check_on_policy(recipe)
     load_options(recipe.target, torch.device("cpu"))
     config, tokenizer = _config_and_tokenizer(recipe)
+    for line in unused_settings(recipe, tokenizer):
+        logger.warning("%s: %s", recipe.name, line)
     target = _target(recipe, config)
     check_packing(recipe.train.packing, target)
     drafter = _drafter(recipe, kind, target)
@@ -248,7 +254,14 @@ def _check_tree(recipe: Recipe, drafter: Drafter) -> None:
 
 
 def _check_lengths(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) -> None:
-    """Rows, and the texts that validation writes, must fit the context."""
+    """Rows must fit where they are packed; and texts that validation writes, into the context."""
+    room, row = recipe.train.packed_length, recipe.distill.row_tokens
+    packs = drafter.trainable and recipe.train.packing is not False
+    if packs and room is not None and recipe.distill.writer != "given" and room < row:
+        raise CheckError(
+            f"train.packed_length is {room}, but a training row may have {row} tokens; raise it, "
+            "or set it to null, or lower distill.max_length"
+        )
     if drafter.learns() and recipe.distill.writer != "given":  # whose rows are cut
         check_context(recipe.distill, target)
         if isinstance(drafter, TrainableDrafter) and drafter.language_model is not None:
