@@ -33,10 +33,11 @@ class Lines:
         unit: str = "",
         file: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
+        initial: float = 0,
     ):
         self.total, self.desc, self.unit = total, desc, unit
         self.file, self.now = file, now
-        self.n: float = 0
+        self.n = self.initial = initial
         self.postfix = ""
         self.last: tuple[float, str] | None = None  # what the last line said
         self.started = self.printed = now()
@@ -65,23 +66,28 @@ class Lines:
     def _print(self) -> None:
         self.printed, self.last = self.now(), (self.n, self.postfix)
         seconds, share = self.printed - self.started, self.n / self.total if self.total else 1.0
+        since = self.n - self.initial
         parts = [f"{share:.0%}" + (f" ({counted(self.n, self.unit)})" if self.unit else "")]
         parts.append(f"{tqdm.format_interval(seconds)} elapsed")
-        if 0 < share < 1:
-            parts.append(f"{tqdm.format_interval(seconds / share - seconds)} left")
+        if since > 0 and share < 1:
+            left = seconds * (self.total - self.n) / since
+            parts.append(f"{tqdm.format_interval(left)} left")
         parts += [self.postfix] if self.postfix else []
         print(f"{self.desc}: {', '.join(parts)}", file=self.file or sys.stderr, flush=True)
 
 
-def progress_bar(total: float, desc: str, unit: str = "", disable: bool = False) -> Any:
+def progress_bar(
+    total: float, desc: str, unit: str = "", disable: bool = False, initial: float = 0
+) -> Any:
     """A bar of tqdm on stderr, or `Lines` where that is no terminal; silent where disabled.
 
-    Without a `unit` it is over a share, and `total` is 1.
+    Without a `unit` it is over a share, and `total` is 1. What was done before, `initial`, took
+    none of the time from which the time left is estimated.
     """
     if disable or sys.stderr.isatty():
         form: dict[str, Any] = {"unit": unit} if unit else {"bar_format": SHARE}
-        return tqdm(total=total, desc=desc, disable=disable, **form)
-    return Lines(total, desc, unit)
+        return tqdm(total=total, desc=desc, disable=disable, initial=initial, **form)
+    return Lines(total, desc, unit, initial=initial)
 
 
 def with_progress(

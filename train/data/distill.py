@@ -96,7 +96,11 @@ def distill(
     # Of all processes, but for those that write the same.
     due, done, tokens = (Total(world > 1) for _ in range(3))
     mine = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
-    bar = progress_bar(due.add(mine), "distill", "text", disable=not progress)
+    due.add(mine)
+    # Under a limit it is over the share of the texts or of the time, whichever is further.
+    limit = None if spec.max_seconds is None else max(spec.max_seconds - sum(timed), 1e-3)
+    over: tuple = (due.add(), "distill", "text") if limit is None else (1.0, "distill")
+    bar = progress_bar(*over, disable=not progress)
     started = time.perf_counter()
 
     def tick(units: int, count: int) -> None:
@@ -106,10 +110,15 @@ def distill(
             show()
 
     def show() -> None:
-        bar.total = due.add()
-        speed = tokens.add() / (time.perf_counter() - started)
-        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        bar.update(done.add() - bar.n)
+        spent, texts, reached = time.perf_counter() - started, due.add(), float(done.add())
+        said = f"{tokens.add() / spent:.0f} tokens/s"
+        if limit is None:
+            bar.total = texts
+        else:
+            said = f"{reached:.0f} of {counted(texts, 'text')}, {said}"
+            reached = min(max(reached / max(texts, 1), spent / limit), 1.0)
+        bar.set_postfix_str(said, refresh=False)
+        bar.update(reached - bar.n)
 
     for shard in own:
         count, seconds = agree((len(timed), sum(timed)))

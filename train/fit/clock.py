@@ -108,7 +108,7 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         off = not (self.enabled and state.is_world_process_zero)
-        self.bar = progress_bar(1.0, "heads", disable=off)
+        self.bar = progress_bar(1.0, "heads", disable=off, initial=min(self.clock.share, 1.0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen["step"] = str(state.global_step)

@@ -38,6 +38,11 @@ def test_lines_come_now_and_then_and_at_the_end() -> None:
     share.update(1.0)
     share.close()
     assert out.getvalue() == "heads: 100%, 00:00 elapsed, step 4, loss 2.100\n"
+    seconds[0], out = 0.0, io.StringIO()
+    resumed = Lines(1.0, "heads", file=out, now=lambda: seconds[0], initial=0.5)
+    seconds[0] = 40.0
+    resumed.update(0.1)  # a tenth took 40 seconds, whatever was done before
+    assert out.getvalue() == "heads: 60%, 00:40 elapsed, 02:40 left\n"
 
 
 def test_a_terminal_gets_a_bar_and_a_log_gets_lines(

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,24 @@ def test_each_line_of_progress_has_the_speed(
     distill(SPEC, tiny_target(), tokenizer, DOCUMENTS, tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distill: ")]
     assert len(lines) >= 2 and all(line.endswith(" tokens/s") for line in lines)
+
+
+def test_the_time_left_heeds_the_limit(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("headstart.infer.measure.progress.EVERY", 0.0)
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr("headstart.train.data.distill.time", clock)
+    limited = replace(SPEC, max_seconds=10.0, batch_size=2)
+    distill(limited, tiny_target(), tokenizer, DOCUMENTS, tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distill: ")]
+    # After two of 20 texts, 2 of the 10 seconds are over.
+    assert lines[0].startswith("distill: 20%,") and ", 2 of 20 texts, " in lines[0]
+    assert "distill: 100%," in lines[-1] and ", 13 of 20 texts, " in lines[-1]
 
 
 def test_a_restart_has_the_time_that_was_left(
