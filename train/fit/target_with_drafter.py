@@ -29,6 +29,7 @@ from ..losses.draft_loss import (
     thinned_depths,
     unbroken,
 )
+from ..processes.agreement import in_parallel, own_share, wait_for_all, world_size
 from ..processes.engine import weights_are_sharded
 from .feature_files import FeatureFiles, FeatureFolder
 
@@ -218,7 +219,10 @@ class TargetWithDrafter(nn.Module):
         return tokens * self.captured * self.target.dtype.itemsize / 1e6
 
     def fill_cache(self, rows: Rows, limit: float, progress: bool = False) -> bool:
-        """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
+        """Keep all rows' features if they take at most `limit` MB; returns whether they do.
+
+        Every process keeps all of them, and computes a share, where it can without the others.
+        """
         if weights_are_sharded():
             return False  # the target runs only inside of the engine, which does not exist yet
         total, device = int(rows.offsets[-1]), self.target.device
@@ -229,16 +233,25 @@ class TargetWithDrafter(nn.Module):
             return False
         self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
         cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
-        bar = progress_bar(len(rows), "features", "text", disable=not (progress and self.captured))
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
-        for first in range(0, len(rows), 16):
-            last = min(first + 16, len(rows))
+        batches = [(first, min(first + 16, len(rows))) for first in range(0, len(rows), 16)]
+        divided = in_parallel() and not in_parts(self.target)
+        own, processes = (own_share(batches), world_size()) if divided else (batches, 1)
+        bar = progress_bar(len(rows), "features", "text", disable=not (progress and self.captured))
+        for number, (first, last) in enumerate(own, start=1):
             tokens = collate([rows[number] for number in range(first, last)])["tokens"].to(device)
             lengths = torch.from_numpy(rows.lengths[first:last]).to(device)
             real = torch.arange(tokens.shape[1], device=device) < lengths.unsqueeze(1)  # [B, T]
             cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
-            bar.update(last - first)
+            done = batches[min(number * processes, len(batches)) - 1][1]  # by all of them, about
+            bar.update(done - bar.n)
         bar.close()
+        if divided and self.captured:
+            wait_for_all()  # as long as it takes, which a collective would not
+            for number, (first, last) in enumerate(batches):
+                part = cache[rows.offsets[first] : rows.offsets[last]]
+                # As bytes, which every backend sends.
+                torch.distributed.broadcast(part.view(torch.uint8), number % processes)
         self.cache = cache
         return True
 

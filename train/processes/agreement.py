@@ -105,7 +105,7 @@ def on_process_0(work: Callable[[], Value]) -> Value:
 def wait_for_all(meanwhile: Callable[[], Any] = lambda: None) -> None:
     """Return when every process has called, however late; `meanwhile` is called now and then."""
     if in_parallel():
-        key, found, world = f"headstart/wait/{next(_numbers)}", store(), _world()
+        key, found, world = f"headstart/wait/{next(_numbers)}", store(), world_size()
         found.add(key, 1)
         _wait(lambda: found.add(key, 0) >= world, "the other processes", meanwhile)
 
@@ -130,7 +130,7 @@ def from_each(value: Value) -> list[Value]:
     if not in_parallel():
         return [value]
     key, found = f"headstart/each/{next(_numbers)}", store()
-    keys = [f"{key}/{rank}" for rank in range(_world())]
+    keys = [f"{key}/{rank}" for rank in range(world_size())]
     found.set(keys[torch.distributed.get_rank()], pickle.dumps(value))
     _wait(lambda: found.check(keys), "the other processes")
     return [pickle.loads(found.get(each)) for each in keys]
@@ -140,7 +140,7 @@ def own_share(items: Sequence[Value]) -> list[Value]:
     """The items that fall to this process, which are dealt out in turn; all of them where alone."""
     if not in_parallel():
         return list(items)
-    return list(items[torch.distributed.get_rank() :: _world()])
+    return list(items[torch.distributed.get_rank() :: world_size()])
 
 
 def in_turn(shares: Sequence[Sequence[Value]]) -> list[Value]:
@@ -157,7 +157,7 @@ def from_all(value: Value) -> list[Value]:
     """What each process passes, in their order; all must call at about the same time."""
     if not in_parallel():
         return [value]
-    values: list[Any] = [None] * _world()
+    values: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(values, value)
     return values
 
@@ -229,13 +229,14 @@ def signs_of(rank: int) -> int:
     return store().add(f"headstart/alive/{rank}", 0)
 
 
-def _world() -> int:
+def world_size() -> int:
+    """How many processes the run has, which is `in_parallel`."""
     return torch.distributed.get_world_size()
 
 
 def _wait(done: Callable[[], bool], whom: str, meanwhile: Callable[[], Any] = lambda: None) -> None:
     """Return when it is done; ProcessLost when a process has been silent for too long."""
-    others = [rank for rank in range(_world()) if rank != torch.distributed.get_rank()]
+    others = [rank for rank in range(world_size()) if rank != torch.distributed.get_rank()]
     signs: dict[int, tuple[int, float]] = {}
     pause, looked = 0.001, 0.0
     while not done():

@@ -36,10 +36,12 @@ from headstart.heads import (
 from headstart.heads.drafter import last_true
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import StaticTree
+from headstart.train.fit import target_with_drafter
 from headstart.train.fit.clock import Clock
 from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.fit.trainer import DrafterTrainer, last_checkpoint
 from headstart.train.fit.validate import Validation, measure_tau
+from headstart.train.processes import agreement
 from headstart.train.recipe import Train
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 from tests.support.families import drafter as family_drafter
@@ -278,6 +280,41 @@ def test_the_cache_holds_what_the_target_computes(capfd: pytest.CaptureFixture[s
     wrong_rows = module(torch.tensor([4, 18]), batch, supervised)["loss"]
     torch.testing.assert_close(cached, online)
     assert abs(wrong_rows - online) > 1e-3
+
+
+def test_processes_compute_a_share_of_the_features_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in turn, the second of which has what the first one sends, and all of it."""
+    target: Any = counting_target()
+    target.to(torch.bfloat16)
+    data, sent = rows(40), dict[int, Tensor]()
+
+    def filled(rank: int | None) -> tuple[Any, int]:
+        def broadcast(part: Tensor, source: int) -> None:
+            assert part.dtype == torch.uint8
+            places.append(source)
+            if source == rank:
+                sent[len(places)] = part.clone()
+            elif len(places) in sent:
+                part.copy_(sent[len(places)])
+
+        module: Any = TargetWithDrafter(target, fresh_drafter(target), 0.8)
+        places, calls, run = list[int](), list[int](), module.features
+        module.features = lambda tokens: calls.append(len(tokens)) or run(tokens)
+        with monkeypatch.context() as patch:
+            if rank is not None:
+                patch.setattr(torch.distributed, "broadcast", broadcast)
+                patch.setattr(torch.distributed, "get_rank", lambda: rank)
+                patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+                patch.setattr(target_with_drafter, "wait_for_all", lambda: None)
+                for place in (target_with_drafter, agreement):
+                    patch.setattr(place, "in_parallel", lambda: True)
+            assert module.fill_cache(data, limit=1.0) and module.cache is not None
+        return module.cache, sum(calls)
+
+    alone, every = filled(None)
+    (_, first), (cache, second) = filled(0), filled(1)
+    assert (every, first, second) == (40, 24, 16)  # batches of 16, 16 and 8 rows
+    assert torch.equal(cache, alone)
 
 
 def test_time_ends_training_with_the_rate_at_zero(tmp_path: Path) -> None:
