@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import contextlib
     import logging
     import sys
+    import warnings
 
     from .recipe import load_recipe
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if logging.lastResort is not None:  # it prints warnings
             logging.lastResort.addFilter(SaidByAll())
+        # DeepSpeed calls what torch deprecates, in every step of every process.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         fresh = options.fresh or options.smoke  # what was done before would show nothing
         if options.smoke:
             from .smoke import smoke

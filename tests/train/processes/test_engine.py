@@ -1,12 +1,15 @@
 """DeepSpeed's settings, from a launch file and from a configuration of the user's own."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headstart import train
 from headstart.heads import OptionError
+from headstart.train import pipeline
 from headstart.train.processes.engine import deepspeed_settings
 
 
@@ -45,3 +48,19 @@ def test_a_configuration_casts_no_weights(tmp_path: Path, kind: str) -> None:
     assert found is not None and found[kind]["enabled"] is False
     with pytest.raises(OptionError, match=f"sets {kind}.enabled, which casts"):
         own(tmp_path, **{kind: {"enabled": True}})
+
+
+def test_what_torch_deprecates_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """DeepSpeed's calls of it, which a user cannot change, in every step."""
+
+    def run(*given: Any) -> Path:
+        for module in ("torch.distributed.c10d_logger", "ours"):
+            warnings.warn_explicit(f"of {module}", FutureWarning, "file.py", 1, module=module)
+        return Path("heads")
+
+    monkeypatch.setattr(pipeline, "train", run)
+    assert train.main(["quickstart"]) == 0
+    shown = [str(each.message) for each in recwarn if each.category is FutureWarning]
+    assert shown == ["of ours"]
