@@ -155,7 +155,7 @@ class Run:
     def _begin(self, learns: bool) -> tuple[Stage, Stage]:
         """The corpus and the target, once all was checked that can be before more is done."""
         counted = self._check()
-        corpus = self._corpus()
+        corpus = self._corpus(quiet=counted)
         target = self._target(corpus)
         if not counted:
             config = load_pretrained(AutoConfig, self._target_name(target), **self._revision())
@@ -193,13 +193,13 @@ class Run:
 
         return on_process_0(found)
 
-    def _corpus(self) -> Stage:
+    def _corpus(self, quiet: bool = False) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
         content = on_process_0(lambda: source_fingerprint(spec))
         writer = self._content(*folder_or_repository(spec.writer)) if spec.writer else None
 
         def work(folder: Path) -> dict[str, Any]:
-            counts = build_corpus(spec, folder, seed)
+            counts = build_corpus(spec, folder, seed, quiet=quiet)
             if said := cut_short(spec, counts):
                 logger.warning("corpus: %s", said)
             return counts

@@ -165,6 +165,18 @@ def test_what_cannot_work_ends_before_the_first_stage(
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_a_corpus_lacks_is_said_once(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though it is read twice: before the first stage, and by it."""
+    made = recipe(tmp_path, target, corpus={"on_error": "skip"})
+    with chats(tmp_path).open("a") as file:
+        file.write("{}\n")
+    pipeline.write_text(made)
+    (said,) = [line for line in caplog.messages if line.startswith("corpus: ")]
+    assert said.startswith("corpus: 1 row skipped; the first: ")
+
+
 def test_settings_without_effect_are_warned_of(
     tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -220,7 +220,7 @@ def _with_prompts(
 ) -> Recipe:  # fmt: skip
     """The recipe with as many held-out prompts as there are, up to `_MOST`."""
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-        build_corpus(recipe.corpus, Path(folder), recipe.seed)
+        build_corpus(recipe.corpus, Path(folder), recipe.seed, quiet=True)  # the run says it
         tokenizer: Any = load_pretrained(AutoTokenizer, str(recipe.target.model))
         held_out = load_documents(Path(folder), "held_out")
         keys["distill"]["examples"] = max(len(load_documents(Path(folder), "train")), 1)

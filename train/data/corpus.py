@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ _ENDLESS = ("stdlib", "target")  # more than any corpus of them takes
 
 
 def build_corpus(
-    spec: Corpus, folder: Path, seed: int = 0, first_rows: bool = False
+    spec: Corpus, folder: Path, seed: int = 0, first_rows: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
     """Write the documents of `spec` into `folder` and return the counts.
 
@@ -46,7 +46,9 @@ def build_corpus(
     Args:
         first_rows: take the first documents of each source instead, in their order, and read no
             more: a sample of a large source, to look at.
+        quiet: warn of nothing, since it was said when the same corpus was made before.
     """
+    warn = logger.debug if quiet else logger.warning
     skipped = Skipped(spec.on_error)
     parts = spec.parts()
     names, weights = _names(parts), [part.weight for part in parts]
@@ -73,7 +75,7 @@ def build_corpus(
         records = spool.records()
         if skipped.rows:
             rows = counted(skipped.rows, "row")
-            logger.warning("corpus: %s skipped; the first: %s", rows, skipped.first)
+            warn("corpus: %s skipped; the first: %s", rows, skipped.first)
         chosen = records[choose(records, weights, spec.max_bytes)]
         if not len(chosen):
             raise CorpusError(
@@ -82,11 +84,11 @@ def build_corpus(
             )
         counts = _counts(skipped, spool.duplicates())
         if len(parts) > 1:
-            counts["source_bytes"] = _shares(names, weights, chosen, spec.max_bytes)
+            counts["source_bytes"] = _shares(names, weights, chosen, spec.max_bytes, warn)
         counts[ENDED] = _ended(spec, spool, chosen)
         held_out = hold_out(chosen, spec.held_out)
         if spec.held_out and len(chosen) > 1 and not held_out.any():
-            logger.warning("corpus: all documents begin with the same prompt: none is held out")
+            warn("corpus: all documents begin with the same prompt: none is held out")
         return counts | _write(folder, spool, chosen, held_out)
     finally:
         spool.close()
@@ -168,14 +170,18 @@ def _ended(spec: Corpus, spool: Spool, chosen: np.ndarray) -> bool:
 
 
 def _shares(
-    names: list[str], weights: list[float], chosen: np.ndarray, max_bytes: int
+    names: list[str],
+    weights: list[float],
+    chosen: np.ndarray,
+    max_bytes: int,
+    warn: Callable[..., object],
 ) -> dict[str, int]:
     """The bytes of each source; says which one is too small for `max_bytes`, if one is."""
     sizes = [int(chosen["size"][chosen["source"] == i].sum()) for i in range(len(names))]
     total = sum(sizes)
     if total < _FULL * max_bytes:
         least = max(range(len(names)), key=lambda i: sizes[i] / weights[i])
-        logger.warning(
+        warn(
             "corpus: %d of %d bytes: %s has no more than %d, and the weights are shares of bytes; "
             "lower its weight to take more of the others",
             total, max_bytes, names[least], sizes[least],
