@@ -23,7 +23,7 @@ from headstart.train.checks.inspect import inspect_run
 from headstart.train.checks.masks import tokenizer_fits
 from headstart.train.checks.needs import needs_of
 from headstart.train.checks.overfit import learns_by_heart
-from headstart.train.checks.pace import Measured, measure_steps, pace_of
+from headstart.train.checks.pace import Measured, measure_steps, measure_writing, pace_of
 from headstart.train.checks.plan import plan_run
 from headstart.train.data import rendering
 from headstart.train.data.documents import Document
@@ -110,6 +110,21 @@ def test_a_run_that_can_work_passes(home: Path) -> None:
     assert found.counts["held-out documents"] == 30
     assert found.pace is not None and found.pace.distill_s > 0 and found.pace.train_s > 0
     assert not (home / "runs").exists()
+
+
+def test_writing_is_measured_in_a_batch_of_the_recipe(home: Path) -> None:
+    """A GPU writes 64 texts in about the time of eight."""
+    model = AutoModelForCausalLM.from_pretrained(home / "target").eval()
+    model.generation_config.eos_token_id = None
+    prompts, sizes = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])], list[int]()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    spec = recipe(home, distill={"batch_size": 24, "new_tokens": 8, "examples": 100}).distill
+    for documents, size in ((50, 24), (10, 10)):
+        sizes.clear()
+        tokens, seconds = measure_writing(model, prompts, spec, documents)
+        assert tokens == size * 8 and seconds > 0 and max(sizes) == size
 
 
 class Timed(torch.nn.Module):

@@ -6,7 +6,6 @@ A few texts are written, a few steps are trained and one text is learnt by heart
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +43,7 @@ from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
-from .pace import Measured, Pace, measure_steps, pace_of, peak_memory, texts_tokens
+from .pace import Measured, Pace, measure_steps, measure_writing, pace_of, peak_memory
 from .plan import Plan, plan_run
 
 _READ = 4_000_000  # bytes of a corpus that are read
@@ -213,9 +212,8 @@ def _try_training(
     short = min(prompt_settings(recipe)["tokens"] or 32, 32)
     prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
     told("the target writes a few texts")
-    started = time.perf_counter()
     written = write_texts(target, drafter, prompts, min(recipe.distill.new_tokens, _WRITTEN))
-    wrote = texts_tokens(written), time.perf_counter() - started
+    wrote = measure_writing(target, prompts, recipe.distill, documents)
     if not drafter.trainable:
         step = Measured(0.0, peak_memory(target.device))
         found.pace = pace_of(recipe, wrote, step, documents, each)

@@ -6,18 +6,24 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from headstart.infer.measure.own_text import Written
+from headstart.infer import Speculator
+from headstart.infer.measure.own_text import decode_texts
 
 from ..data.training_rows import Row, Rows
 from ..data.writers import examples_of
 from ..fit.target_with_drafter import TargetWithDrafter
-from ..recipe import Recipe
+from ..processes.memory import WRITING, enough_memory
+from ..recipe import Distill, Recipe
+
+_WRITTEN = 32  # tokens of a text by which the speed of writing is measured
 
 
 class Measured(NamedTuple):
@@ -43,6 +49,25 @@ class Pace:
     def hours(self) -> float:
         """Of distillation and training; validation and the benchmark are not in it."""
         return (self.distill_s + self.train_s) / 3600
+
+
+def measure_writing(
+    target: PreTrainedModel, prompts: Sequence[Tensor], spec: Distill, documents: int
+) -> tuple[int, float]:
+    """How many tokens the target writes in one batch of the recipe's size, and the seconds.
+
+    Args:
+        prompts: [P] each, and again from the first one until the batch is full.
+        documents: of the training set, see `examples_of`.
+    """
+    size = max(min(spec.batch_size, examples_of(spec, documents)), 1)
+    batch = list(islice(cycle(prompts), size))
+    plain = Speculator(target)  # which tries whether it can decode, before the time begins
+    started = time.perf_counter()
+    with enough_memory(WRITING):
+        decode_texts(plain, batch, min(spec.new_tokens, _WRITTEN))
+    written = size + int(plain.stats.counts.sum())  # the first ones are of the prompts' forward
+    return written, time.perf_counter() - started
 
 
 def measure_steps(
@@ -158,11 +183,6 @@ def pace_of(
         min(s, bound) if bound is not None else s for s, bound in zip(asked, bounds, strict=True)
     )
     return Pace(speed, step.step_s, step.peak, distill, training, features)
-
-
-def texts_tokens(texts: Sequence[Written]) -> int:
-    """Tokens that were written after the prompts."""
-    return sum(len(text.tokens) - text.prompt for text in texts)
 
 
 def _wait(device: torch.device) -> None:
