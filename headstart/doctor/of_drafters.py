@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -84,12 +85,15 @@ def _norm_trial(scene: Scene) -> list[Difference]:
 
 
 def _with_settings(there: Any, here: Any, paths: list[tuple[str, ...]]) -> Undo:
-    changes = {path[0]: there.get(path[0]) for path in paths}
-    for path in paths:
-        if len(path) > 1:  # of a nested config only what differs
-            mixed = dict(here[path[0]]) if not isinstance(changes[path[0]], dict) else None
-            changes[path[0]] = changes[path[0]] if mixed is None else mixed
-    return lambda pair: pair.with_drafter(changes)
+    changes = copy.deepcopy(here)
+    for *groups, name in paths:
+        ours, theirs = changes, there
+        for group in groups:
+            ours, theirs = ours[group], theirs[group]
+        ours.pop(name, None)
+        if name in theirs:
+            ours[name] = theirs[name]
+    return lambda pair: pair.with_drafter({path[0]: changes.get(path[0]) for path in paths})
 
 
 def _differing(there: Any, here: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
