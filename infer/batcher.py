@@ -322,8 +322,11 @@ class Batcher(DecodingMethod):
 
 def _is_wanted(job: _Job) -> bool:
     """Whether a request is to be decoded; it is told if it is not."""
-    if job.manner is not None and job.left():
-        job.pieces.put(Left())
+    try:
+        if job.manner is not None and job.left():
+            raise Left
+    except Exception as error:
+        job.pieces.put(error)
         return False
     return not job.stopped
 

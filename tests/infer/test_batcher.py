@@ -254,6 +254,29 @@ def test_what_nobody_waits_for_is_not_begun(rows: int, waiting: threading.Event)
     assert torch.equal(batcher.generate(prompts[1], **how), model.generate(prompts[1], **how))
 
 
+def test_a_streamer_that_cannot_be_asked_fails_its_own_request_alone(
+    waiting: threading.Event,
+) -> None:
+    class Broken(RoundStreamer):
+        def left(self) -> bool:
+            raise ConnectionError
+
+        def put(self, value: Any) -> None: ...
+
+        def put_round(self, emitted: Any) -> None: ...
+
+    model = tiny("llama")
+    batcher = Batcher(Speculator(model), rows=3)
+    ids, how = asked(1)[0][0], {"do_sample": False, "max_new_tokens": 9}
+
+    def broken() -> None:
+        with pytest.raises(ConnectionError):
+            batcher.generate(ids, streamer=Broken(), **how)
+
+    found = all_wait(batcher, [broken, lambda: batcher.generate(ids, **how), broken], waiting)
+    assert torch.equal(found[1], model.generate(ids, **how))
+
+
 def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Event) -> None:
     """Several rows, settings that read the text, scores; other processors wait for their turn."""
     model = tiny("llama")
