@@ -21,6 +21,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler
 
 from headstart.train.data.tokenising import prompt_tokens
+from headstart.train.data.tool_calls import with_objects
 from headstart.train.figures.pieces import text_of
 
 from .asked import check_asked, check_fields
@@ -28,7 +29,7 @@ from .forms import answer_form
 from .probabilities import Told, asked_probabilities
 from .reading import Read
 from .several import END, each_answer
-from .shapes import biases_of, calls_of, check_ids, stops_of, with_known_roles, without_nulls
+from .shapes import biases_of, check_ids, stops_of, with_known_roles, without_nulls
 from .writing import ASKED, Asked, log_failure, said_of
 
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -135,7 +136,8 @@ class Handler(BaseHandler):
         texts = [{k: v for k, v in each.items() if k != "tool_calls"} for each in messages]
         found = BaseHandler.get_processor_inputs_from_messages(texts, modality)
         return [
-            {**given, **read} | ({"tool_calls": calls} if (calls := calls_of(given)) else {})
+            {**given, **read}
+            | ({"tool_calls": with_objects(calls)} if (calls := given.get("tool_calls")) else {})
             for given, read in zip(messages, found, strict=True)
         ]
 

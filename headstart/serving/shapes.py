@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.terminal import is_utf8
 from headstart.train.data.parsing import TEXT_PARTS
+from headstart.train.data.tool_calls import with_objects
 
 from .conversation import are_parts
 
@@ -177,24 +178,6 @@ def biases_of(body: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a message, with their arguments as objects, which chat templates read.
-
-    >>> calls_of({"tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]})
-    [{'function': {'name': 'f', 'arguments': {'a': 1}}}]
-    """
-    return [
-        {**call, "function": {**call["function"], "arguments": _arguments_of(call["function"])}}
-        for call in message.get("tool_calls") or ()
-    ]
-
-
-def _arguments_of(function: Mapping[str, Any]) -> Any:
-    """An empty text is written for a function without arguments."""
-    given = function["arguments"]
-    return json.loads(given or "{}") if isinstance(given, str) else given
-
-
 def check_ids(name: str, ids: list[Any], vocabulary: int) -> None:
     """Refuse what are no token ids of a target that has so many.
 
@@ -239,15 +222,13 @@ def _check_message(message: Any, at: str) -> None:
             raise wrong(
                 f"{at}.tool_calls[{number}]", call, "an object whose function has name, arguments"
             )
-        _check_arguments(function, f"{at}.tool_calls[{number}].function.arguments")
+        _check_arguments(function["arguments"], f"{at}.tool_calls[{number}].function.arguments")
 
 
-def _check_arguments(function: Mapping[str, Any], at: str) -> None:
-    try:
-        _arguments_of(function)
-    except (ValueError, RecursionError) as error:
-        wanted = "a JSON object, written as a text"
-        raise wrong(at, function["arguments"], wanted) from error
+def _check_arguments(given: Any, at: str) -> None:
+    [read] = with_objects([{"arguments": given}])
+    if not isinstance(read["arguments"], dict):
+        raise wrong(at, given, "a JSON object, written as a text")
 
 
 def _check_content(content: Any, at: str, kinds: frozenset[str] = TEXT_PARTS) -> None:
@@ -292,7 +273,7 @@ def _check_input(given: Any) -> None:
                 if not isinstance(item.get(name), str):
                     raise wrong(f"{at}.{name}", item.get(name), "a text")
             if kind == "function_call":
-                _check_arguments(item, f"{at}.arguments")
+                _check_arguments(item["arguments"], f"{at}.arguments")
             if kind == "function_call_output":
                 _check_content(item.get("output"), f"{at}.output")
         elif kind in (None, "message"):

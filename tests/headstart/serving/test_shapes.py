@@ -9,6 +9,7 @@ from headstart.serving.shapes import biases_of, check_shapes, stops_of, without_
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CALL: dict[str, Any] = CALL | {"function": {"name": "f", "arguments": "{a"}}
+LISTED = CALL | {"function": {"name": "f", "arguments": "[1]"}}
 PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 
 
@@ -33,6 +34,14 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
         (
             {"input": [USER, {"type": "function_call", "call_id": "1", **BAD_CALL["function"]}]},
             r"input\[1\].arguments is '{a'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [LISTED]}]},
+            "is '.1.'; expected a JSON",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "NaN"}]},
+            r"input\[0\].arguments is 'NaN'; expected a JSON object",
         ),
         ({"prompt": ["a", "b"]}, "prompt is .*; expected a text"),
         ({"prompt": "a", "stop": 5}, "stop is 5; expected a text, or a list of texts"),
