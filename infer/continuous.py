@@ -212,6 +212,8 @@ class Stream:
         target, self.longest = self.speculator.target, 0
         kept = bool(target.kept) and not self._gave_up_kept
         target.release()
+        if self.speculator.graphs is not None:
+            self.speculator.graphs.release()
         if kept:
             self._gave_up_kept = True
         elif rows > 1:

@@ -161,6 +161,13 @@ class RoundGraphs:
             self._states[key] = drafters.start(batch, capacity)
         return self._states[key]
 
+    def release(self) -> None:
+        """Let go of every round, and of all that stays for them; no request may be running."""
+        self._rounds.clear()
+        self._states.clear()
+        self._kept.clear()
+        self._held = []
+
     def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
         """Do `work`, a round that leaves all that the next one reads in tensors that stay.
 

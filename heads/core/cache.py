@@ -240,6 +240,8 @@ class SlabCache(Cache):
         """Give the memory back; there is none until `resize` takes some again."""
         self._give_back()
         self._capacities.clear()
+        if self.recurrent is not None:
+            self.recurrent.release()
 
     def _give_back(self) -> None:
         self.contents = object()  # also where no other memory can be had then

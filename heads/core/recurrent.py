@@ -224,6 +224,14 @@ class RecurrentStates:
         self._slabs[key] = memory[:count].view(size)
         return self._slabs[key]
 
+    def release(self) -> None:
+        """Give the memory back; there is none until `resize` takes some again."""
+        self._memory, self._slabs = {}, {}
+        for layer in self.layers.values():
+            layer.conv_states = dict.fromkeys(layer.conv_states)
+            layer.recurrent_states = dict.fromkeys(layer.recurrent_states)
+        self.run_prompts()  # nor is anything of a tree held
+
     def clear(self) -> None:
         """Forget all texts."""
         for slab in self._slabs.values():
