@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from headstart.heads import DrafterGroup, OptionError, Sampling, Step, TokenTree
+from headstart.heads import OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import current
 from headstart.heads.group import proposer
 
+from .decoding_method import DecodingMethod, Given
 from .loop import Decoding
 from .request import Request
+from .round import within_forms
 from .rules.reasons import reasons
 from .rules.rule_api import Verified
 from .speculator import Speculator
@@ -85,38 +89,44 @@ def replay_round(
     Raises:
         OptionError: several prompts, or a text that ends before that round.
     """
-    if input_ids.shape[0] != 1 or number < 1:
-        raise OptionError(
-            f"found {input_ids.shape[0]} prompts and round {number}; expected one prompt, and a "
-            "round from 1."
-        )
-    found: list[ReplayedRound] = []
-    alone, tokenizer = speculator._spare(), speculator.tokenizer
+    replay = _Replay(speculator, number)
+    heat = heat_of(options.get("do_sample"), options.get("temperature"))
+    steps = speculator.tree_of(1, heat).max_depth + 1
+    options.setdefault("max_new_tokens", 1 + number * steps)
+    replay.generate(input_ids, **options)
+    return replay.found
 
-    def name(token: int) -> str:
-        return f"token {token}" if tokenizer is None else repr(str(tokenizer.decode([token])))
 
-    def replay(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        generation_config: Any = None,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        seed: Any = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        request, ending, mask = alone.request_of(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            seed,
-            None,
-            model_kwargs,
-        )
+class _Replay(DecodingMethod):
+    """Decodes a prompt up to a round.
+
+    Attributes:
+        found: what that round was, once it was decoded.
+    """
+
+    found: ReplayedRound
+
+    def __init__(self, speculator: Speculator, number: int):
+        self._alone, self._number = speculator._spare(), number
+        self.tokenizer = speculator.tokenizer
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._alone.model
+
+    def _write_nothing(self, rows: int) -> None:
+        raise OptionError("max_new_tokens is 0, which no round writes; ask for more tokens.")
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _decode(self, given: Given, streamer: BaseStreamer | None) -> Tensor:
+        input_ids, number = given.input_ids, self._number
+        if input_ids.shape[0] != 1 or number < 1:
+            raise OptionError(
+                f"found {input_ids.shape[0]} prompts and round {number}; expected one prompt, and "
+                "a round from 1."
+            )
+        request, ending, mask = self._alone.request_of(*given)
         decoding = Decoding(request)
         width, text = input_ids.shape[1], input_ids[0].tolist()
         emitted = decoding.prefill(input_ids, mask, ending.limit - width)
@@ -130,29 +140,24 @@ def replay_round(
             if done < number - 1:
                 emitted = decoding.round()
         with current(request.device):
-            found.append(_look(request, text, name))
+            self.found = _look(request, text, self._name)
         return input_ids
 
-    heat = heat_of(options.get("do_sample"), options.get("temperature"))
-    steps = speculator.tree_of(1, heat).max_depth + 1
-    options.setdefault("max_new_tokens", 1 + number * steps)
-    with torch.inference_mode(False), torch.no_grad():
-        generate: Any = speculator.model.generate
-        generate(input_ids, custom_generate=replay, **options)
-    return found[-1]
+    def _name(self, token: int) -> str:
+        tokenizer = self.tokenizer
+        return f"token {token}" if tokenizer is None else repr(str(tokenizer.decode([token])))
 
 
 class _Noting:
     """A group's drafters, whose proposals are kept under the tokens that they follow."""
 
-    def __init__(self, group: DrafterGroup):
+    def __init__(self, group: Any):
         self.members = [_NotingMember(member) for member in group.members]
 
 
 class _NotingMember:
     def __init__(self, member: Any):
         self.member, self.config, self.independent = member, member.config, member.independent
-        self.max_depth = member.max_depth
         self._steps: dict[tuple[int, ...], tuple[Step, int]] = {}
         self._paths: list[tuple[int, ...]] = []  # of the nodes that were grown, in their order
 
@@ -185,7 +190,7 @@ class _NotingMember:
 
 
 def _look(request: Request, text: list[int], name: Callable[[int], str]) -> ReplayedRound:
-    noting = _Noting(request.drafters)
+    noting = _Noting(within_forms(request, request.drafters))
     longest = request.rows.longest
     request.make_space(longest)
     request.drafters.reserve(request.states, longest, request.capacity.behind)
@@ -203,7 +208,7 @@ def _look(request: Request, text: list[int], name: Callable[[int], str]) -> Repl
     nodes = _nodes(request, tree, noting, scores, path, why)
     emitted = accepted.tokens[0, : len(path)].tolist()
     last = float(scores[path[-1]].softmax(-1)[emitted[-1]])
-    return ReplayedRound(request.rule.name, text, nodes, _cut(request, emitted), last)
+    return ReplayedRound(request.rule.name, text, nodes, _cut(request, text, emitted), last)
 
 
 def _scores(verified: Verified, node: int, kept: list[Tensor]) -> Tensor:
@@ -243,7 +248,12 @@ def _nodes(
     return found
 
 
-def _cut(request: Request, emitted: list[int]) -> list[int]:
-    """Up to an end token, or the bound on new tokens."""
-    ends = [place for place, token in enumerate(emitted) if token in request.eos]
-    return emitted[: min([int(request.rows.remaining[0]), *(place + 1 for place in ends)])]
+def _cut(request: Request, text: list[int], emitted: list[int]) -> list[int]:
+    """Up to an end token, the bound on new tokens, or where a stopping criterion holds."""
+    most = int(request.rows.remaining[0])
+    for count, token in enumerate(emitted, start=1):
+        written = torch.tensor([text + emitted[:count]], device=request.device)
+        met = request.criteria and bool(request.criteria(written, None))  # type: ignore[arg-type]
+        if token in request.eos or count == most or met:
+            return emitted[:count]
+    return emitted

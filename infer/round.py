@@ -76,13 +76,17 @@ def run_round(
     Args:
         longest: a bound on the roots' positions; even: whether all of them stand there.
     """
-    group = check or request.drafters
-    if group.members and (forms := request.sampling.forms) is not None:
-        group = MaskedProposals(group.members, forms, request.texts())
-    drafter = proposer(group)
+    drafter = proposer(within_forms(request, check or request.drafters))
     tree = request.policy.grow(drafter, request.states, request.committed, request.children)
     logits, features = request.target.verify(tree, request.lengths, longest, even)
     return accept_and_commit(request, tree, logits, features, check)
+
+
+def within_forms(request: Request, group: DrafterGroup | ProposalCheck) -> Any:
+    """What proposes for a request, without what the forms of its rows exclude, if it has any."""
+    if group.members and (forms := request.sampling.forms) is not None:
+        return MaskedProposals(group.members, forms, request.texts())
+    return group
 
 
 def accept_and_commit(

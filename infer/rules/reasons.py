@@ -53,7 +53,7 @@ def _matching(
     for node, (parent, token) in enumerate(
         zip(tree.topology.parents[0].tolist(), tree.tokens[0].tolist(), strict=True)
     ):
-        if node not in path and parent not in path:
+        if parent not in path:
             found.append(ABOVE)
         elif choices[parent] == token:
             right = "the target chose it"

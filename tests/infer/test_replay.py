@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from headstart.heads import DrafterGroup, OptionError
-from headstart.infer import Speculator
+from headstart.infer import Grammar, Speculator
 from headstart.infer.replay import ReplayedRound, replay_round
+from tests.support.chats import CHATML, chat_tokenizer
+from tests.support.drafters import made
 from tests.support.scripted import make
+from tests.support.talker import talker
 from tests.support.tiny import prompts, tiny
 
 NEW = 24
@@ -28,6 +31,7 @@ CASES = {
     "union": (["heads", "cached"], "cartesian:2,1+chain:3", None, {"do_sample": False}),
     "penalty": (["cached"], "chain:3", None, {"do_sample": False, "repetition_penalty": 1.3}),
     "ngrams": (["cached"], "chain:3", None, {"do_sample": False, "no_repeat_ngram_size": 2}),
+    "counts": (["cached"], "chain:3", None, {"do_sample": False, "presence_penalty": 2.0}),
     "reader": (["cached"], "chain:3", None, {"do_sample": False, "bad_words_ids": [[7, 9], [8]]}),
 }
 
@@ -129,6 +133,33 @@ def test_a_round_that_there_is_not() -> None:
         replay_round(speculator, ids.expand(2, -1), 1)
     with pytest.raises(OptionError, match="a round from 1"):
         replay_round(speculator, ids, 0)
+    with pytest.raises(OptionError, match="max_new_tokens is 0, which no round writes"):
+        replay_round(speculator, ids, max_new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "tree"), [(["eagle"], "cartesian:2,2"), (["medusa", "eagle"], "chain:3+chain:2")]
+)
+def test_a_text_within_a_form_that_a_string_stops(names: list[str], tree: str) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    torch.manual_seed(0)
+    model: Any = talker(tokenizer, "<|im_end|>", eagerness=1.0, context=256).double()
+    ids = tokenizer("count", return_tensors="pt").input_ids
+    form = Grammar.regex("[0-9]{3}-(ab){9}!")
+    how: dict[str, Any] = {"do_sample": False, "grammar": form, "max_new_tokens": 40}
+    drafters = [made(name, model).double() for name in names]
+    speculator = Speculator(model, DrafterGroup(drafters), tree=tree, tokenizer=tokenizer)
+    how |= {"stop_strings": "-aba", "temperature": 0}
+    out = speculator.generate(ids, **how)[0].tolist()
+    number, text, drafted = 0, list[int](), 0
+    while len(text) < len(out):
+        found = replay_round(speculator, ids, number := number + 1, **how)
+        text = found.text + found.emitted
+        assert text == out[: len(text)]
+        drafted += len(found.nodes) - 1
+    assert text == out and drafted and str(tokenizer.decode(out)).endswith("-aba")
+    with pytest.raises(OptionError, match=f"before round {number + 1}"):
+        replay_round(speculator, ids, number + 1, **how)
 
 
 def test_the_speculator_decodes_on_as_before() -> None:
