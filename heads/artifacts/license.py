@@ -11,6 +11,7 @@ import yaml
 from ..core import ArtifactError
 from .files import CARD
 from .hub import download, is_hub_name, split_revision
+from .manifest import commit_of
 from .source import DrafterSource, SourceKind
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def license_of(source: DrafterSource, target: PreTrainedModel) -> dict[str, str]
     name = str(source)
     if source.kind is SourceKind.IN_TARGET:
         name = str(target.name_or_path)
-        revision = getattr(target.config, "_commit_hash", None)
+        revision = commit_of(target)
         try:
             folder = Path(name)
             if not folder.is_dir():

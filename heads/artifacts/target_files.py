@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..core import ArtifactError
 from ..parts.published.checkpoint import TargetModule
 from .files import CONFIG, MODEL_FILES, read_json, write_json
+from .manifest import commit_of
 
 
 def write_with_module(target: PreTrainedModel, module: TargetModule, folder: Path) -> None:
@@ -73,7 +74,7 @@ def _own_files(target: PreTrainedModel) -> Path:
     if Path(name).is_dir():
         return Path(name)
     patterns = [*MODEL_FILES, "*.safetensors"]
-    revision = getattr(target.config, "_commit_hash", None)
+    revision = commit_of(target) or None
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 

@@ -147,7 +147,7 @@ def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[Lay
         )
         config.use_qk_norm = made.qk_norm
     config._attn_implementation = "sdpa"
-    kind: Any = LlamaModel if isinstance(config, LlamaConfig) else Qwen3Model
+    kind: Any = LlamaModel if made.llama else Qwen3Model
     model = kind(config)
     for each in model.layers:
         fit_attention(each, config)

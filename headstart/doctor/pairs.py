@@ -38,7 +38,6 @@ class Rendering:
     template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
-    date: str | None = None
     as_chats: bool = False
     last: int | None = None
 
@@ -53,9 +52,8 @@ class Rendering:
             if self.template is not None:
                 tokenizer = copy.copy(tokenizer)
                 tokenizer.chat_template = self.template
-            settings: dict[str, Any] = {"template_kwargs": dict(self.template_kwargs)}
-            settings |= {"system": self.system} | ({"date": self.date} if self.date else {})
-            renderer = ChatRenderer(tokenizer, Chat(**settings), self.how)
+            chat = Chat(system=self.system, template_kwargs=dict(self.template_kwargs))
+            renderer = ChatRenderer(tokenizer, chat, self.how)
             ids = renderer.prompt(messages, document.tools)
         return torch.tensor(ids, dtype=torch.long)[-self.last if self.last else None :]
 

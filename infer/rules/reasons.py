@@ -15,7 +15,7 @@ from .matching import target_choices
 from .rule_api import Accepted, Verified
 from .siblings import State, accepts, attempt, child_at, proposal, proposal_from, verdicts
 from .traversal import node_weights
-from .typical import typical_nodes
+from .typical import DELTA, EPSILON, typical_nodes
 
 ABOVE = "its parent was not accepted"
 
@@ -107,12 +107,13 @@ def _traversal(verified: Verified, path: list[int], scores: Sequence[Tensor], *_
 
 
 def _typical(verified: Verified, path: list[int], scores: Sequence[Tensor], *_: Any) -> list[str]:
-    good, found = typical_nodes(verified, 0.09, 0.3)[0][0].tolist(), []
+    good, found = typical_nodes(verified, EPSILON, DELTA)[0][0].tolist(), []
+    bar = f"likely than min({EPSILON}, {DELTA} · exp(−entropy))"
     for node, typical in enumerate(good):
         if not typical:
-            found.append("not typical: less likely than min(0.09, 0.3 · exp(−entropy))")
+            found.append(f"not typical: less {bar}")
         elif node in path:
-            found.append("typical: likelier than min(0.09, 0.3 · exp(−entropy))")
+            found.append(f"typical: more {bar}")
         else:
             found.append("typical, and a longer or likelier path was accepted")
     return found

@@ -12,8 +12,10 @@ from headstart.heads.core import argmax
 
 from .rule_api import Accepted, Verified
 
+EPSILON, DELTA = 0.09, 0.3
 
-def typical(verified: Verified, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
+
+def typical(verified: Verified, epsilon: float = EPSILON, delta: float = DELTA) -> Accepted:
     """Accept the longest path of typical tokens, and go on with the target's best token.
 
     Approximate: this rule changes the distribution of the text. A token x after a node is typical

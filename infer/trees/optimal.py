@@ -27,9 +27,6 @@ class OptimalTrees:
     Attributes:
         expected: [N + 1], F of the best tree of at most n nodes; entry 0 is 0.
 
-    Raises:
-        ValueError: no rank, an entry outside 0 … 1, fewer than one node or a negative depth.
-
     The programme: T[n, b], the best tree of n nodes whose root has b children, is the largest over
     m < n of T[n - m, b - 1] + p_b · (the best tree of m nodes, one level further down).
 
