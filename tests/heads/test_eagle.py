@@ -29,52 +29,19 @@ from headstart.heads import (
 from headstart.heads.eagle import Eagle
 from headstart.heads.eagle3 import Eagle3, mixed_layers
 from headstart.infer import Speculator
+from tests.support.equations import attended, gated, rms
 from tests.support.published_eagle import (
     DIALECTS,
-    EPS,
     HEADS,
     KEPT,
-    KV,
     SAID,
     SIZE,
-    THETA,
     published,
     random,
 )
 from tests.support.tiny import VOCAB, one_line, tiny
 
 TRIMMED = {"output": "trimmed", "draft_vocab_size": 20}
-
-
-def rms(states: Tensor, weight: Tensor) -> Tensor:
-    return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
-
-
-def rotated(states: Tensor) -> Tensor:
-    """Rotary positions 0, 1, … of states [T, H, d]."""
-    size = states.shape[-1]
-    angle = torch.arange(len(states), dtype=torch.float64).unsqueeze(1) / THETA ** (
-        torch.arange(0, size, 2, dtype=torch.float64) / size
-    )
-    cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)  # [T, 1, d / 2]
-    left, right = states.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
-
-def attended(weights: dict[str, Tensor], states: Tensor) -> Tensor:
-    """Causal attention of states [T, ·] without a cache: [T, D]."""
-    split = [
-        F.linear(states, weights[f"self_attn.{name}_proj.weight"]).unflatten(
-            -1, (-1, SIZE // HEADS)
-        )
-        for name in "qkv"
-    ]
-    query, key, value = rotated(split[0]), rotated(split[1]), split[2]
-    key, value = (each.repeat_interleave(HEADS // KV, 1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / (SIZE // HEADS) ** 0.5
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
-    return F.linear(mixed.flatten(1), weights["self_attn.o_proj.weight"])
 
 
 def by_hand(
@@ -95,11 +62,10 @@ def by_hand(
             inner = rms(hidden, inside["hidden_norm.weight"])
             states = torch.cat([rms(words, inside["input_layernorm.weight"]), inner], -1)
             added = inner if normed else hidden
-        out = added + attended(inside, states)
+        seen = torch.ones(end, end, dtype=torch.bool).tril()
+        out = added + attended(inside, states, seen, SIZE // HEADS)
         inner = rms(out, inside["post_attention_layernorm.weight"])
-        gate = F.silu(F.linear(inner, inside["mlp.gate_proj.weight"]))
-        up = F.linear(inner, inside["mlp.up_proj.weight"])
-        out = out + F.linear(gate * up, inside["mlp.down_proj.weight"])
+        out = out + gated(inside, inner)
         hidden = torch.cat([hidden, out[-1:]])
     if version == 1:
         return F.linear(out[-1], tiny("llama").lm_head.weight)

@@ -9,15 +9,12 @@ from torch.nn import functional as F
 
 from headstart.heads import OptionError, load_drafter
 from headstart.infer import Speculator
+from tests.support.equations import rms
 from tests.support.families import LENGTHS
 from tests.support.shipped_mtp import ours, windowed_with_module
 from tests.support.tiny import one_line, prompts
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-
-
-def rms(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight * states / (states.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "exaone-moe"])

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from tests.support.equations import EPS, THETA, attended, gated, rms
 from tests.support.tiny import VOCAB, tiny
 
-SIZE, HEADS, KV, HEAD, WIDE, THETA, EPS = 32, 4, 2, 8, 24, 5_000.0, 1e-5
+SIZE, HEADS, KV, HEAD, WIDE = 32, 4, 2, 8, 24
 MASK = 61  # the mask token
 GROUP = 8  # channels of a group of a convolution
 TARGET_LAYERS = [0, 1]  # by their output
@@ -128,21 +128,6 @@ class Form:
         return found
 
 
-def rms(states: Tensor, weight: Tensor) -> Tensor:
-    return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
-
-
-def rotated(states: Tensor, positions: Tensor, share: float) -> Tensor:
-    """Rotary positions [S] of the first dimensions, a share of all, of states [S, H, d]."""
-    size = int(share * HEAD)
-    states, rest = states[..., :size], states[..., size:]
-    rates = THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = positions.double().view(-1, 1, 1) * rates  # [S, 1, d / 2]
-    left, right = states.chunk(2, -1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
-
-
 def convolved(of: dict[str, Tensor], part: str, normed: Tensor) -> list[Any]:
     """The convolutions before and after a part of a layer; without any they change nothing."""
     base = of.get(f"{part}_conv.base_kernel")
@@ -176,30 +161,18 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
     context = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"])  # [T, D]
     ids = torch.tensor([tokens[text]] + [MASK] * (form.block - 1))
     hidden = target.model.embed_tokens(ids)  # [W, D]
-    positions = torch.arange(text + form.block)
     for number in range(form.layers):
         prefix = f"layers.{number}."
         of = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         normed = rms(hidden, of["input_layernorm.weight"])
         before, after = convolved(of, "attention", normed)
         normed = before(normed)
-        both = torch.cat([context, normed])  # [T + W, D]
-        query, key, value = (
-            F.linear(read, of[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD))
-            for name, read in (("q", normed), ("k", both), ("v", both))
-        )
-        query = rotated(rms(query, of["self_attn.q_norm.weight"]), positions[text:], form.share)
-        key = rotated(rms(key, of["self_attn.k_norm.weight"]), positions, form.share)
-        key, value = (each.repeat_interleave(HEADS // KV, 1) for each in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD**0.5
-        shares = scores.masked_fill(~form.sees(number, text), -torch.inf).softmax(-1)
-        mixed = torch.einsum("hqk,khd->qhd", shares, value).flatten(1)
-        hidden = hidden + after(F.linear(mixed, of["self_attn.o_proj.weight"]))
+        mixed = attended(of, normed, form.sees(number, text), HEAD, form.share, behind=context)
+        hidden = hidden + after(mixed)
         normed = rms(hidden, of["post_attention_layernorm.weight"])
         before, after = convolved(of, "mlp", normed)
         normed = before(normed)
-        gate, up = (F.linear(normed, of[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        hidden = hidden + after(F.linear(F.silu(gate) * up, of["mlp.down_proj.weight"]))
+        hidden = hidden + after(gated(of, normed))
     drafts = rms(hidden, weights["norm.weight"])
     drafts = drafts if form.dspark else drafts[1:]
     logits = target.lm_head(drafts) * form.multiplier  # [K, V]

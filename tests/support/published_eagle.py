@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.equations import EPS, THETA
 from tests.support.tiny import VOCAB
 
-SIZE, HEADS, KV, WIDE, EPS, THETA = 32, 4, 2, 24, 1e-5, 5_000.0
+SIZE, HEADS, KV, WIDE = 32, 4, 2, 24
 KEPT = torch.arange(1, VOCAB, 3)[:20]
 SAID: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,

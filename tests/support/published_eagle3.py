@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.published_eagle import EPS, KEPT, THETA, random
+from tests.support.equations import EPS, THETA, Tensors, attended, gated, rms
+from tests.support.published_eagle import KEPT, random
 from tests.support.tiny import VOCAB
 
 TARGET = 32  # the target's hidden size
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,45 +136,15 @@ class Variant:
                 reads, added = rms(hidden, own["input_layernorm.weight"]), hidden
             hidden = added + self._attended(own, reads, number)
             inner = rms(hidden, own["post_attention_layernorm.weight"])
-            gate = F.silu(F.linear(inner, own["mlp.gate_proj.weight"]))
-            up = F.linear(inner, own["mlp.up_proj.weight"])
-            hidden = hidden + F.linear(gate * up, own["mlp.down_proj.weight"])
+            hidden = hidden + gated(own, inner)
         return rms(hidden, tensors["norm.weight"]) if "norm_output" in self.flags else hidden
 
     def _attended(self, own: Tensors, reads: Tensor, number: int) -> Tensor:
-        size = self.size // self.heads
-        query, key, value = (
-            F.linear(reads, own[f"self_attn.{n}_proj.weight"]).unflatten(-1, (-1, size))
-            for n in "qkv"
-        )  # [T, H, d]
-        if self.qk_norm:
-            query = rms(query, own["self_attn.q_norm.weight"])
-            key = rms(key, own["self_attn.k_norm.weight"])
-        query, key = (rotated(states, self.share) for states in (query, key))
-        key, value = (x.repeat_interleave(self.heads // self.kv, 1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
         at = torch.arange(len(reads))
         seen = at.unsqueeze(1) >= at
         if self.window and self.types[number] == "sliding_attention":
             seen &= at.unsqueeze(1) - at < self.window
-        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        mixed = torch.einsum("hqk,khd->qhd", mixed, value).flatten(1)
-        return F.linear(mixed, own["self_attn.o_proj.weight"])
-
-
-def rms(states: Tensor, weight: Tensor) -> Tensor:
-    return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
-
-
-def rotated(states: Tensor, share: float = 1.0) -> Tensor:
-    """Rotary positions 0, 1, … of the first dimensions, a share of all, of states [T, H, d]."""
-    size = int(share * states.shape[-1])
-    states, rest = states[..., :size], states[..., size:]
-    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
-    angle = torch.arange(len(states), dtype=torch.float64).unsqueeze(1) / THETA**exponents
-    cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)  # [T, 1, d / 2]
-    left, right = states.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
+        return attended(own, reads, seen, self.size // self.heads, self.share)
 
 
 WINDOW = ("sliding_attention",)
