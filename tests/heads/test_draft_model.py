@@ -34,7 +34,7 @@ from headstart.infer import Speculator
 from headstart.reports.description import describe, print_description
 from tests.support.covering import covering
 from tests.support.paths import SHARED
-from tests.support.tiny import CLASSES, COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
+from tests.support.tiny import COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
 
 MODEL = SHARED / "models" / "stories260k"
 NEW = 24
@@ -49,12 +49,7 @@ TREES: dict[str, Any] = {
 
 def student(name: str = "llama", target: str = "llama", **options: Any) -> DraftModel:
     """Another random model of a family, bound to a target."""
-    if options:
-        with torch.random.fork_rng():
-            torch.manual_seed(4)
-            model = CLASSES[name](type(CONFIGS[name]())(**{**COMMON, **options})).double().eval()
-    else:
-        model = tiny(name, 2)
+    model = tiny(name, 4, **options) if options else tiny(name, 2)
     return DraftModel.of(model).eval().bind(tiny(target))
 
 
@@ -341,7 +336,7 @@ def test_more_than_a_language_model_gives_no_layers() -> None:
 
 
 TAILS = {
-    **{name: lambda name=name: CLASSES[name](CONFIGS[name]()) for name in CONFIGS},
+    **{n: lambda of=of: tf.AutoModelForCausalLM.from_config(of()) for n, of in CONFIGS.items()},
     "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**COMMON, logits_scaling=3.0)),
     "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**COMMON, logit_scale=0.5)),
     "gemma2": lambda: tf.Gemma2ForCausalLM(

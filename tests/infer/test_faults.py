@@ -20,7 +20,7 @@ from headstart.infer import Batcher, Speculator, load
 from tests.support import families
 from tests.support.covering import covering
 from tests.support.scripted import Heads, Script, decoding_of, make
-from tests.support.tiny import CLASSES, CONFIGS, VOCAB, letters, one_line, prompts, tiny
+from tests.support.tiny import CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
 NEW = 20
 LENGTHS = [9, 4, 7]
@@ -143,7 +143,7 @@ def short(name: str, positions: int) -> Any:
         config.n_positions = positions
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return {**CLASSES, "opt": tf.OPTForCausalLM}[name](config).double().eval()
+        return tf.AutoModelForCausalLM.from_config(config).double().eval()
 
 
 def opt() -> tf.OPTConfig:

@@ -1,13 +1,11 @@
 """Drafters with random weights, bound to tiny targets."""
 
-from functools import cache
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import TrainableDrafter, family
-from tests.support.tiny import COMMON, VOCAB, tiny
+from tests.support.tiny import VOCAB, tiny
 
 
 def made(name: str, target: Any = None, **options: Any) -> Any:
@@ -24,8 +22,6 @@ def made(name: str, target: Any = None, **options: Any) -> Any:
     return drafter.eval()
 
 
-@cache
 def deep() -> Any:
     """A target with the layers that EAGLE-3's authors read: 2, 3 and 4 of 7."""
-    torch.manual_seed(2)
-    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 7})).double().eval()
+    return tiny("llama", 2, num_hidden_layers=7)

@@ -12,27 +12,23 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from tests.support.recurrent import DELTA, EXPERTS, LAYERS, family
-from tests.support.tiny import COMMON, config_of
+from tests.support.tiny import config_of
 
 _EXPERTS = {
     "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4, "v_head_dim": 6,
+    "head_dim": ..., "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6,
 }  # fmt: skip
-
-
-def _config(kind: Any, **sizes: Any) -> Any:
-    given = {**COMMON, **_EXPERTS, "num_nextn_predict_layers": 1, **sizes}
-    return kind(**{name: value for name, value in given.items() if value is not ...})
 
 
 CONFIGS = {
-    "glm4": partial(_config, tf.Glm4MoeConfig),
-    "deepseek-v3": partial(_config, tf.DeepseekV3Config, head_dim=..., **_LATENT),
-    "glm4-lite": partial(_config, tf.Glm4MoeLiteConfig, head_dim=..., **_LATENT),
+    "glm4": partial(config_of, tf.Glm4MoeConfig, **_EXPERTS),
+    "deepseek-v3": partial(config_of, tf.DeepseekV3Config, **_EXPERTS, **_LATENT),
+    "glm4-lite": partial(config_of, tf.Glm4MoeLiteConfig, **_EXPERTS, **_LATENT),
 }
 """Their layers have experts; attention of the last two has latent keys and values. Of the last one
 transformers has no field for the number of modules."""
@@ -59,6 +55,20 @@ def with_module(kind: str, folder: Path, layers: int = 1) -> Any:
 def _drawn(like: Tensor) -> Tensor:
     norm = like.dim() == 1
     return (torch.rand(like.shape) + 0.5 if norm else torch.randn(like.shape) * 0.3).double()
+
+
+def _module(weights: dict[str, Tensor], number: int, least: float) -> dict[str, Tensor]:
+    """A random module with a layer like a target's, and norms from `least` up."""
+    like, size = f"model.layers.{number}.", weights["model.norm.weight"].numel()
+    module = {
+        f"layers.0.{name.removeprefix(like)}": _drawn(tensor)
+        for name, tensor in weights.items()
+        if name.startswith(like)
+    }
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        module[f"{name}.weight"] = torch.rand(size).add(least).double()
+    module["fc.weight"] = torch.randn(size, 2 * size).mul(0.2).double()
+    return module
 
 
 def _loaded(folder: Path, weights: dict[str, Tensor]) -> Any:
@@ -100,13 +110,8 @@ def windowed_with_module(kind: str, folder: Path) -> tuple[Any, dict[str, Tensor
     torch.manual_seed(4)
     model: Any = tf.AutoModelForCausalLM.from_config(WINDOWED[kind]()).double()
     model.save_pretrained(folder)
-    weights, first = load_file(folder / "model.safetensors"), "model.layers.0."
-    names = {f"layers.0.{n.removeprefix(first)}": n for n in weights if n.startswith(first)}
-    module = {name: _drawn(weights[copied]) for name, copied in names.items()}
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        module[f"{name}.weight"] = torch.rand(model.config.hidden_size).add(0.5).double()
-    size = model.config.hidden_size
-    module["fc.weight"] = torch.randn(size, 2 * size).mul(0.2).double()
+    weights = load_file(folder / "model.safetensors")
+    module = _module(weights, 0, 0.5)
     named = {f"mtp.{name}": tensor for name, tensor in module.items()}
     return _loaded(folder, weights | named), module
 
@@ -126,13 +131,9 @@ def hybrid_with_module(
     torch.manual_seed(4)
     model = HYBRIDS[kind]()
     model.save_pretrained(folder)
-    weights, size = load_file(folder / "model.safetensors"), model.config.hidden_size
-    last = f"model.layers.{model.config.num_hidden_layers - 1}."
-    module = {f"layers.0.{n.removeprefix(last)}": n for n in weights if n.startswith(last)}
-    module = {name: _drawn(weights[copied]) for name, copied in module.items()}
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        module[f"{name}.weight"] = torch.rand(size).sub(0.5).double()  # what is added to 1
-    module["fc.weight"] = torch.randn(size, 2 * size).mul(0.2).double()
+    weights = load_file(folder / "model.safetensors")
+    # What these norms multiply by is added to 1.
+    module = _module(weights, model.config.num_hidden_layers - 1, -0.5)
     if fused:
         _fuse(module, "layers.0.mlp.experts.", model.config.num_experts)
     kept = {

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +10,9 @@ from unittest import mock
 import accelerate
 import torch
 from accelerate.utils.offload import OffloadedWeightsLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.tiny import COMMON, tiny
+from tests.support.tiny import tiny
 
 PLACES = ("cpu", "disk", "map")
 """In memory; in a folder of accelerate's; and half of it, read from the model's own safetensors."""
@@ -22,8 +21,9 @@ CPU = torch.device("cpu")
 
 def streamed(model: PreTrainedModel, place: str, folder: Path) -> Any:
     """A copy of a model, its weights in one of `PLACES`, or in memory and a folder: `both`."""
+    count = model.config.num_hidden_layers
+    layers = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(count)}
     if place == "both":
-        layers = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(_layers(model))}
         rest = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm"), "cpu")
         # As `"cpu"` the main device would keep what is in memory; as a device it fetches that too.
         return accelerate.dispatch_model(
@@ -35,29 +35,19 @@ def streamed(model: PreTrainedModel, place: str, folder: Path) -> Any:
     if place == "disk":
         return accelerate.disk_offload(copy.deepcopy(model), folder / "offloaded", CPU)
     model.save_pretrained(folder / "model")
-    layers = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(_layers(model))}
     rest = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
     return AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=model.dtype, device_map={**layers, **rest, "lm_head": "disk"}
     ).eval()
 
 
-def _layers(model: PreTrainedModel) -> int:
-    return model.config.num_hidden_layers
-
-
 def streamed_tiny(place: str, folder: Path, name: str = "llama") -> Any:
     return streamed(tiny(name), place, folder)
 
 
-@cache
 def deep() -> Any:
     """A Llama as `tiny`, of five layers."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        options: dict[str, Any] = COMMON | {"num_hidden_layers": 5}
-        config = LlamaConfig(**options)
-        return LlamaForCausalLM(config).double().eval()
+    return tiny("llama", num_hidden_layers=5)
 
 
 @contextmanager

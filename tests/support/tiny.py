@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,11 +39,13 @@ def config_of(config: type, **options: Any) -> Any:
 
 
 CONFIGS = {
-    "llama": lambda: tf.LlamaConfig(**COMMON),
-    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=9),
-    "qwen3": lambda: tf.Qwen3Config(**COMMON),
-    "gemma3": lambda: tf.Gemma3TextConfig(
-        **{**COMMON, "num_hidden_layers": 3},
+    "llama": partial(config_of, tf.LlamaConfig),
+    "mistral": partial(config_of, tf.MistralConfig, sliding_window=9),
+    "qwen3": partial(config_of, tf.Qwen3Config),
+    "gemma3": partial(
+        config_of,
+        tf.Gemma3TextConfig,
+        num_hidden_layers=3,
         sliding_window=9,
         query_pre_attn_scalar=8,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
@@ -60,26 +62,18 @@ CONFIGS = {
     ),
 }
 
-CLASSES = {
-    "llama": tf.LlamaForCausalLM,
-    "mistral": tf.MistralForCausalLM,
-    "qwen3": tf.Qwen3ForCausalLM,
-    "gemma3": tf.Gemma3ForCausalLM,
-    "gpt2": tf.GPT2LMHeadModel,
-}
-
 WINDOWED = ("mistral", "gemma3")
 
 
 @cache
-def tiny(name: str, seed: int = 1) -> Any:
+def tiny(name: str, seed: int = 1, **sizes: Any) -> Any:
     """The model of that family, random, float64, eval; the same object at every call.
 
     Typed loosely: what transformers mixes into its models at run time, checkers do not see.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return CLASSES[name](CONFIGS[name]()).double().eval()
+        return tf.AutoModelForCausalLM.from_config(CONFIGS[name](**sizes)).double().eval()
 
 
 def large_enough(dtype: torch.dtype, name: str = "llama", **sizes: Any) -> Any:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headstart.heads import UnsupportedTarget, family, fingerprint
 from headstart.heads.core import device_of, keep_resident, offloaded, streamed_from, weight_of
 from tests.support.streamed import CPU, PLACES, streamed, streamed_tiny
-from tests.support.tiny import CLASSES, CONFIGS, one_line, tiny
+from tests.support.tiny import CONFIGS, one_line, tiny
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -49,9 +50,7 @@ def test_what_a_drafter_borrows_stays(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_tied_layers_stay_as_one(place: str, tmp_path: Path) -> None:
-    config: Any = CONFIGS["llama"]()
-    config.tie_word_embeddings = True
-    model = streamed(CLASSES["llama"](config).eval(), place, tmp_path)
+    model = streamed(tiny("llama", tie_word_embeddings=True), place, tmp_path)
     for layer in (model.lm_head, model.model.embed_tokens):  # by two drafters
         keep_resident(model, [layer])
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -74,7 +73,7 @@ def test_drafters_start_from_weights_elsewhere(name: str, tmp_path: Path) -> Non
 
 def test_weights_without_data_or_hook_are_refused() -> None:
     with torch.device("meta"):
-        model = CLASSES["llama"](CONFIGS["llama"]())
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     with pytest.raises(UnsupportedTarget) as caught:
         fingerprint(model)
     assert "device_map" in one_line(caught.value)
