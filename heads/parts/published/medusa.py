@@ -60,10 +60,9 @@ def medusa(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if layout is _VLLM:
         if (one := found.pop("lm_head.weight", found.get(outputs[0]))) is not None:
             found |= dict.fromkeys(outputs, one) if config.get("original_lm_head") else {}
-        for weight, bias in zip(
-            *(layout.blocks(count, layers, p) for p in ("weight", "bias")), strict=True
-        ):
-            found.setdefault(bias, torch.zeros_like(found[weight][:, 0]))
+        for weight, bias in zip(*blocks.values(), strict=True):
+            if weight in found:
+                found.setdefault(bias, torch.zeros_like(found[weight][:, 0]))
     outputs = outputs if outputs[0] in found else []
     if odd := sorted(found.keys() ^ {*blocks["weight"], *blocks["bias"], *outputs}):
         raise ArtifactError(

@@ -119,6 +119,16 @@ def test_medusa(file: str, heads: int, layers: int, own: bool, prefix: str, tmp_
     decodes_exactly(drafter)
 
 
+def test_a_layer_that_vllms_heads_lack_is_named() -> None:
+    shapes = {f"blocks.{k}.layers.{n}.weight": (SIZE, SIZE) for k in range(2) for n in range(2)}
+    shapes |= {f"lm_heads.{k}.weight": (VOCAB, SIZE) for k in range(2)}
+    del shapes["blocks.1.layers.1.weight"]
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(ArtifactError, match=r"blocks.1.layers.1.\w+ is missing") as caught:
+        family("medusa").from_checkpoint({}, tensors)
+    one_line(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["own", "mapped", "shared", "without biases"])
 @torch.no_grad()
 def test_medusa_as_vllm_reads_it(kind: str, tmp_path: Path) -> None:
