@@ -184,11 +184,15 @@ class Writer:
 
 
 class Answer(NamedTuple):
-    """What a whole answer was written in, with the number of tokens of its prompt and its own."""
+    """What a whole answer consists of, as it is streamed; its prompt's length, its token ids."""
 
-    items: Sequence[Any]
+    items: list[Any]
     prompt: int
-    written: int
+    ids: list[int]
+
+    @property
+    def written(self) -> int:
+        return len(self.ids)
 
 
 class Manager(GenerateManager):
@@ -247,23 +251,16 @@ class Manager(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
         """A whole answer: its text before any stop string, the prompt's length, its token ids."""
-        items, prompt, ids = self._whole(model, processor, inputs, gen_config)
+        items, prompt, ids = await self.answer(model, processor, inputs, gen_config)
         return "".join(items), prompt, ids
 
     async def answer(self, model: Any, processor: Any, inputs: Any, config: Any) -> Answer:
-        """A whole answer to a chat."""
-        items, prompt, ids = self._whole(model, processor, inputs, config)
-        return Answer(items, prompt, len(ids))
-
-    def _whole(
-        self, model: Any, processor: Any, inputs: Any, config: Any
-    ) -> tuple[list[Any], int, list[int]]:
-        """An answer, which consists of what is streamed; its prompt's length, and its tokens."""
+        """A whole answer."""
         items = list[Any]()
         _, run = self._generation(model, processor, inputs, config, items.append)
         prompt, ids = inputs["input_ids"].shape[-1], run()[0].tolist()
         self.told = [told for item in items for told in getattr(item, "told", ())]
-        return items, prompt, ids[prompt:]
+        return Answer(items, prompt, ids[prompt:])
 
     def spelled(self, tokens: Sequence[Told], chat: bool) -> dict[str, Any]:
         """The `logprobs` of a choice."""
