@@ -41,7 +41,11 @@ def exit_status(program: str, run: Callable[[], int], ends: bool = False) -> int
     """
     _prepare_streams()
     try:
-        status = run()
+        try:
+            status = run()
+        except SystemExit:  # of --help and --version
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as error:
@@ -145,12 +149,16 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse would print with the whole usage."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help; a failed write is an error, which argparse would pass over."""
+        (file or sys.stderr).write(message)
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of one command, whose function is `run`. Raises UsageError."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise UsageError(f"no command {words[0]!r}{_nearest(words[0], COMMANDS)}; {_SEE_HELP}")
+    if words and words[0] not in COMMANDS:
+        _check_first(words[0])
     # Overrides may stand anywhere, which argparse cannot express: it fills an optional list of
     # positionals once, at the first gap between options.
     options, rest = build_parser().parse_known_args(words)
@@ -158,6 +166,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         _refuse_unknown(rest, options.parser)
         options.overrides += rest
     return options
+
+
+def _check_first(word: str) -> None:
+    """A UsageError for a word that stands in the place of the command and is none."""
+    if not re.match(r"--?[a-zA-Z]", word):
+        raise UsageError(f"no command {word!r}{_nearest(word, COMMANDS)}; {_SEE_HELP}")
+    flags = ("-h", "--help", "--version")
+    if not any(flag.startswith(word) for flag in flags):
+        near = _nearest_option(word, flags)
+        raise UsageError(f"no option {word}{near} before a command; {_SEE_HELP}")
 
 
 def _refuse_unknown(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -591,6 +591,9 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
     ("arguments", "said"),
     [
         (["fly"], "no command 'fly'; see headstart --help"),
+        (["--", "generate"], "no command '--'; see headstart --help"),
+        (["--hepl"], "no option --hepl (did you mean '--help'?) before a command; see headstart"),
+        (["--seed", "1", "generate"], "no option --seed before a command; see headstart --help"),
         (["trian"], "no command 'trian' (did you mean 'train'?)"),
         (["version"], "no command 'version'; see headstart --help"),
         (["gen"], "no command 'gen' (did you mean 'generate'?)"),

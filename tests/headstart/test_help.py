@@ -1,6 +1,9 @@
 """The help of the commands: its order, its width, and the options that it hints at."""
 
+import contextlib
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +66,17 @@ def test_signatures_of_the_public_names_are_readable(name: str) -> None:
     """`help` shows types by the names that the source has for them, without their modules."""
     said = str(inspect.signature(getattr(headstart, name)))
     assert "transformers." not in said and "headstart." not in said, said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["generate", "--help"]])
+def test_help_that_cannot_be_written_is_an_error(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(words) == 2
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):  # the last try to write what is left
+            full.close()
+    assert capsys.readouterr().err == "headstart: error: [Errno 28] No space left on device\n"
