@@ -109,6 +109,8 @@ def _public_name(manifest: Manifest, given: str | None) -> str:
         why = "a path on this machine, which other users do not have"
     elif given is None and not is_hub_name(name):
         why = "not the name of a Hub repository"
+    elif given is None and not manifest.target_revision:  # every model of the Hub has one
+        why = "not known to be on the Hub, since no commit of it was recorded"
     else:
         return name
     raise ArtifactError(

@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         with writing("the copy to push", folder, remedy):
             source = DrafterSource.of(options.artifact)
             if options.export:
+                _check_formats(options.export, source.manifest.family)
                 target = public_target(source, options.target_name)
                 with quiet_stdout():
                     lines = _export(options, Path(scratch), target, name, branch)
@@ -148,7 +149,7 @@ def _export(
         name, branch: where the artifact is pushed to.
     """
     from headstart.heads.artifacts.engines import serve_line
-    from headstart.heads.artifacts.export import export_drafter, is_copy_of_target
+    from headstart.heads.artifacts.export import export_drafter
     from headstart.heads.artifacts.hub import export_branch
 
     # The drafter is needed, whatever a plan says.
@@ -157,17 +158,30 @@ def _export(
     drafter: Any = speculator.drafter
     # What an export says of its target is what others can load.
     drafter.target.name_or_path = target
-    family, lines = drafter.config.family_name(), {}
+    lines = {}
     for form in options.export:
+        export_drafter(drafter, form, scratch / form, speculator.tokenizer)
+        lines[form] = serve_line(drafter, form, name, export_branch(form, branch)) or ""
+    return {form: line for form, line in lines.items() if line}
+
+
+def _check_formats(forms: list[str], family: str) -> None:
+    """A UsageError for a format that drafters of a family are not published in."""
+    from headstart.heads.artifacts.export import formats_of, is_copy_of_target
+    from headstart.heads.families import with_article
+
+    able = [each for each in formats_of(family) if each in _ENGINES]
+    for form in forms:
+        if form not in able:
+            raise UsageError(
+                f"--export {form}: {with_article(family)} drafter cannot be written so; expected "
+                f"one of: {', '.join(able) or 'none for this family'}"
+            )
         if is_copy_of_target(family, form):
             raise UsageError(
                 f"--export {form} of {family} is a copy of the whole target, which push does not "
                 "publish; write it with headstart export, and upload that folder by itself"
             )
-    for form in options.export:
-        export_drafter(drafter, form, scratch / form, speculator.tokenizer)
-        lines[form] = serve_line(drafter, form, name, export_branch(form, branch)) or ""
-    return {form: line for form, line in lines.items() if line}
 
 
 def _formats(text: str) -> list[str]:

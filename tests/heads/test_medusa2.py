@@ -56,7 +56,7 @@ def artifact(folder: Path, name: str = "llama", **options: Any) -> tuple[Path, A
     model = target(name)
     drafter = medusa2(model, **options)
     adapt(drafter, model)
-    manifest = Manifest("medusa2", "org/tiny", fingerprint(model))
+    manifest = Manifest("medusa2", "org/tiny", fingerprint(model), target_revision="0" * 40)
     return save_drafter(drafter, folder / "head", manifest), model
 
 
