@@ -62,6 +62,11 @@ class StoredDrafter(PreTrainedModel):
     after_name: ClassVar[str | None] = None
     """What a number after that name and a colon sets of `of_target`, if it may follow."""
 
+    def extra_repr(self) -> str:
+        """The family's options, as torch prints them: `Medusa(heads=5, layers=1, …)`."""
+        config: Any = self.config
+        return ", ".join(f"{n}={getattr(config, n)!r}" for n in getattr(config, "OPTIONS", ()))
+
     @classmethod
     def of_target(cls, target: PreTrainedModel) -> Self:
         """The drafter that the family's name alone stands for; not bound yet.

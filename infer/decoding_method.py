@@ -51,11 +51,12 @@ class DecodingMethod(ABC):
     """A decoding method: `generate` hands it prompts, processors and criteria, see `__call__`.
 
     Attributes:
-        tokenizer: only needed for `stop_strings` and a `grammar`.
+        tokenizer: the target's, or None where it was passed as a model without one; needed for
+            `stop_strings` and a `grammar`.
         stats: what the last call did.
     """
 
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Any  # so that what `headstart.load` gives by name can be called without a check
     stats: Stats
     _last_criterion: tuple[Any, StopStringCriteria] | None = None  # and what it was made of
     _last_tokens: tuple[Any, GrammarTokens] | None = None

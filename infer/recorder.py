@@ -72,6 +72,9 @@ class Recorder:
         self._one: Any = threading.RLock() if alone else nullcontext()
         append_line(self.path, None)
 
+    def __repr__(self) -> str:
+        return f"Recorder({str(self.path)!r}, {self.speculator!r})"
+
     def generate(
         self,
         input_ids: Tensor | None = None,

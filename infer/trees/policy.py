@@ -50,6 +50,9 @@ class Policy(ABC):
         """A short name for reports and messages, which need not be read back."""
         return str(self)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r}, nodes={self.nodes})"
+
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         """Refuse a tree that the drafter cannot fill, or that would bias children so chosen."""
         check_grown_by(self, [member.max_depth for member in members(drafter)])

@@ -132,6 +132,11 @@ def test_bad_options_are_one_line(options: dict, named: str) -> None:
     assert named in one_line(caught.value)
 
 
+def test_its_repr_has_its_options() -> None:
+    said = "Medusa(heads=3, layers=2, output='trimmed', draft_vocab_size=20)"
+    assert repr(heads("trimmed")) == said
+
+
 def test_a_target_is_needed_and_must_fit() -> None:
     drafter = Medusa(MedusaConfig(hidden_size=32, vocab_size=65))
     with pytest.raises(OptionError, match=r"bind\(target\)"):

@@ -58,6 +58,7 @@ def test_a_line_is_what_was_decoded(
     asked = batch(speculator, ["who?", "what is abc, abc, abc?", "a"])
     plain = speculator.generate(**asked, max_new_tokens=14, **how)
     recorder = Recorder(tmp_path / "traffic.jsonl", speculator)
+    assert repr(recorder) == f"Recorder({str(recorder.path)!r}, {speculator!r})"
     found = recorder.generate(**asked, max_new_tokens=14, **how)
     text, same = (getattr(each, "sequences", each) for each in (found, plain))
     assert torch.equal(text, same)

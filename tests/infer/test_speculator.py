@@ -630,6 +630,7 @@ def test_stats_are_of_the_last_call() -> None:
     assert repr(ours.stats).startswith(f"Stats(tau={ours.stats.tau:.2f}, tokens=3, rounds=")
     assert repr(ours).startswith("Speculator(LlamaForCausalLM, ")
     assert "tree='cartesian:3,2,1'" in repr(ours)
+    assert repr(ours.tree) == "StaticTree('cartesian:3,2,1', nodes=16)"
 
 
 def test_no_gradient_and_no_change_to_the_target() -> None:
