@@ -141,6 +141,8 @@ BENCHMARKS = {
     "-m benchmarks.cpu limit": "--shape toy --megabytes 64 --new-tokens 8 --repeats 1",
     "-m benchmarks.cpu products": "--shape toy --rows 1 --repeats 1",
     "-m benchmarks.launches": "--nodes 1 --vocabulary 1024",
+    "-m benchmarks.prefixes": "--first 64 --turns 2 --new-tokens 8 --repeats 1",
+    "benchmarks/batching.py": "--threads 2 --rows 1 2 --texts 2 --new-tokens 8 --repeats 1",
     "benchmarks/compare_medusa2.py": "--limit 4",
     "benchmarks/compare_rules.py": "--limit 2",
     "benchmarks/compare_union.py": "--limit 2 --repeats 1",
