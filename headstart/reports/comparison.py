@@ -45,14 +45,16 @@ def print_comparison(
     others = [key for key in _OTHERS if any(f"speedup_vs_{key}" in of for of in reports)]
     told = [(*map(report.get, more), tree_name(report)) for report in reports]
     console = titled(out, title)
-    table, ruled = _table(reports, more, others), True
+    table, ruled, below = _table(reports, more, others), True, False
     whole = console.measure(table, options=console.options.update(width=10_000)).maximum
     if whole > console.width and len(more) + len(others) > 2:
         ruled = len(set(told)) < len(told)  # some runs differ in the rule alone
-        table = _brief_table(reports, more, others, ruled)
+        short = _short_rules(reports)
+        below = not ruled or set(short) != {rule_name(report) for report in reports}
+        table = _brief_table(reports, more, others, short if ruled else None)
     print_apart(console, table)
     _explain_noise(reports, console)
-    _print_shared(reports, console, rules=not ruled)
+    _print_shared(reports, console, rules=below)
 
 
 def _table(reports: Sequence[Report], more: Sequence[str], others: Sequence[str]) -> Table:
@@ -65,17 +67,30 @@ def _table(reports: Sequence[Report], more: Sequence[str], others: Sequence[str]
 
 
 def _brief_table(
-    reports: Sequence[Report], more: Sequence[str], others: Sequence[str], ruled: bool
+    reports: Sequence[Report],
+    more: Sequence[str],
+    others: Sequence[str],
+    rules: Sequence[str] | None,
 ) -> Table:
     """Without what the other columns nearly tell, for 80 columns of text."""
-    names = [*(_VARIED[key] for key in more), "tree", *(["rule"] if ruled else [])]
+    names = [*(_VARIED[key] for key in more), "tree", *(["rule"] if rules else [])]
     figures = ["τ", "× plain", *(f"× {_SHORT[key]}" for key in others), "same"]
     table = column_table(names, figures, gap=1)
-    for report in reports:
-        tree, rule, _, tau, _, *rest = _row(report, others)
-        told = [*_place(report, more), tree, *([rule] if ruled else [])]
+    for number, report in enumerate(reports):
+        tree, _, _, tau, _, *rest = _row(report, others)
+        told = [*_place(report, more), tree, *([rules[number]] if rules else [])]
         table.add_row(*told, tau, *rest)
     return table
+
+
+def _short_rules(reports: Sequence[Report]) -> list[str]:
+    """The rules' names, without the expansion where each rule was measured with only one."""
+    whole = list(map(rule_name, reports))
+    names = [
+        str(report["rule"]) if report.get("exact", True) else name
+        for report, name in zip(reports, whole, strict=True)
+    ]
+    return names if len(set(names)) == len(set(whole)) else whole
 
 
 def _place(report: Report, more: Sequence[str]) -> list[str]:

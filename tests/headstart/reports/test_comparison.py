@@ -47,6 +47,27 @@ def test_runs_that_differ_in_the_rule_alone_are_told_apart() -> None:
     assert line(out.getvalue(), "dtype") == "float32"
 
 
+def test_a_long_rule_is_told_below_the_table() -> None:
+    """And in it, where runs differ in the expansion alone."""
+    reports = [
+        REPORT | {"drafter": "medusa", "batch_size": size, "temperature": 0.8, "rule": rule}
+        for size, rule in ((1, "coupled"), (1, "rejection"), (4, "coupled"), (4, "rejection"))
+    ]
+    reports = [
+        report
+        | {"expansion": "without_replacement", "speedup_vs_lookup": REPORT["speedup_vs_plain"]}
+        for report in reports
+    ]
+    out = io.StringIO()
+    print_comparison([*reports, REPORT | {"drafter": "lookup", "temperature": 0}], out, "bench")
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert sum("rejection" in row and "cartesian:2,1,1" in row for row in rows) == 2
+    assert "rejection (without_replacement)" in line(out.getvalue(), "rule")
+    out = io.StringIO()
+    print_comparison([*reports, reports[1] | {"expansion": "topk"}], out, "bench")
+    assert "(topk)" in out.getvalue() and "\n  rule " not in out.getvalue()
+
+
 def test_nothing_is_left_out_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     reports = [
