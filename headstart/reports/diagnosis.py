@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
+from rich.table import Table
 
 from headstart.heads.core import counted
 from headstart.terminal import visible
@@ -83,6 +82,8 @@ def _section(
         if each.gain is not None and math.isfinite(each.gain.se):
             gain = f": {each.gain.tau:+.2f} ± {each.gain.se:.2f} tokens per round"
             gain += f" with {each.by}" if each.by else ""
-        console.print(Text(f"  {number}. {each.cause}{gain}"))
+        item = Table.grid()
+        item.add_row(f"  {number}. ", f"{each.cause}{gain}")
         for text in filter(None, (each.said, each.advice)):
-            console.print(Padding(Text(visible(text[:400])), (0, 0, 0, 5)))
+            item.add_row("", visible(text[:400]))
+        console.print(item)

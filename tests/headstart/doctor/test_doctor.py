@@ -1,5 +1,6 @@
 """The doctor on a target that counts: its measurements, and the command."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from headstart.cli import main
 from headstart.doctor.acceptance import Accepted, Decodes, gain
-from headstart.doctor.diagnosis import Finding, judged
+from headstart.doctor.diagnosis import Diagnosis, Finding, judged
 from headstart.doctor.of_texts import chat, openings
 from headstart.doctor.pairs import Pair
 from headstart.doctor.scene import Scene
@@ -22,6 +23,7 @@ from headstart.heads.artifacts.conditions import (
     target_conditions,
 )
 from headstart.infer.measure.noise import Gain
+from headstart.reports.diagnosis import print_diagnosis
 from headstart.train.data.documents import Document
 from tests.support.chats import CHATML, TOOLS, ZEPHYR, chat_tokenizer
 from tests.support.counting import SIZE, counting_drafter, counting_target
@@ -161,6 +163,20 @@ def test_a_sound_pair(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(map(len, lines)) <= 80
     assert "No cause was found" in printed and "τ of even" in printed
     assert "after training, validation" in printed and "here, temperature 1" in printed
+
+
+def test_a_long_finding_is_indented_below_its_number() -> None:
+    of = Finding("context length", "rows " * 30, "train", Gain(-0.45, 0.36), "words " * 12)
+    measured: dict[str, Any] = {
+        "trained": None, "temperature 0": {"tau": None}, "temperature 1": {"tau": None},
+        "prompts": 1, "left_out": 0, "depth": 1, "first_round": 1.0, "by_position": [],
+        "by_category": {},
+    }  # fmt: skip
+    out = io.StringIO()
+    print_diagnosis(Diagnosis([], [of], [], [], measured), out, "doctor")
+    lines = out.getvalue().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("  1. context length: -0.45"))
+    assert all(line.startswith("     ") for line in lines[first + 1 :])
 
 
 @pytest.mark.parametrize("noted", [True, False])
