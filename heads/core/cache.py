@@ -23,8 +23,6 @@ from .triton_here import no_kernel
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
 
-_FEATURES = "features"  # the group of slabs that is of no layer
-
 _made = itertools.count()  # memories of caches, so far
 
 
@@ -165,7 +163,8 @@ class SlabCache(Cache):
 
         From then on they are kept, moved and copied as keys and values are.
         """
-        self._hold((features.device, features.dtype, (1, features.shape[-1]), _FEATURES))
+        # The last entry sets it apart from the slabs of layers.
+        self._hold((features.device, features.dtype, (1, features.shape[-1]), "features"))
         slots = self._flat_slots
         if isinstance(slots, range):
             self._slabs[-1][0, :, slots.start : slots.stop, 0] = features
