@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from .declared.retrieval import RetrievalFields
 from .drafter import DrafterConfig, Step
 from .parts.contexts import BEFORE, END, Contexts, in_order
-from .parts.matches import MatchDrafter, MatchState, elected, votes
+from .parts.matches import MatchState, VotingDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class RetrievalState(MatchState):
     weight: Tensor  # [B, M] float32
 
 
-class Retrieval(MatchDrafter):
-    """Proposes candidates with their probabilities, by the votes of the matches."""
+class Retrieval(VotingDrafter):
+    """Follows matches in the texts that it is made of."""
 
     config_class = RetrievalConfig
     config: RetrievalConfig
@@ -64,15 +64,6 @@ class Retrieval(MatchDrafter):
         self.register_buffer("text", torch.full((size,), END, dtype=torch.int32))
         self.register_buffer("order", torch.full((places,), config.max_match, dtype=torch.int32))
         self.post_init()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of its votes; transformers' own asks for weights."""
-        return torch.float32
-
-    @property
-    def default_tree(self) -> str:
-        return "best-first:16,4,8"
 
     def collect(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
         config, device = self.config, self.text.device
@@ -111,14 +102,10 @@ class Retrieval(MatchDrafter):
         self._append(state, tokens, count)
         newest = state.recent.flip(1)  # [B, P], as contexts are compared
         match, state.source = self._contexts.nearest(newest, self.config.matches)
-        state.weight = votes(match)
-        return self.at_root(state, match > 0)
+        return self.votes_at_root(state, match)
 
     def after(self, state: RetrievalState, depth: Tensor) -> Tensor:
         return self._contexts.following(state.source, depth)
-
-    def proposals(self, state: RetrievalState, tokens: Tensor, agrees: Tensor) -> Step:
-        return elected(tokens, agrees & (tokens != END), state.weight)
 
     @property
     def _contexts(self) -> Contexts:

@@ -23,7 +23,7 @@ from torch import Tensor
 from .declared.suffix import SuffixFields
 from .drafter import DrafterConfig, Step
 from .parts.contexts import BEFORE, END, Contexts, in_order
-from .parts.matches import elected, votes
+from .parts.matches import VotingDrafter
 from .parts.request_text import RequestTextDrafter, RequestTextState
 from .parts.weightless import WeightlessDrafter
 
@@ -48,8 +48,8 @@ class SuffixState(RequestTextState):
     weight: Tensor  # [B, 2M] float32, of the matches in the row's own text, then of those
 
 
-class Suffix(RequestTextDrafter, WeightlessDrafter):
-    """Proposes candidates with their probabilities, by the votes of the matches."""
+class Suffix(RequestTextDrafter, VotingDrafter, WeightlessDrafter):  # type: ignore[misc]
+    """Follows matches in the text so far, and in earlier answers."""
 
     config_class = SuffixConfig
     config: SuffixConfig
@@ -75,15 +75,6 @@ class Suffix(RequestTextDrafter, WeightlessDrafter):
             self.register_buffer(name, value, persistent=False)
         self._next = 0  # where the next answer is written
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of its votes; transformers' own asks for weights."""
-        return torch.float32
-
-    @property
-    def default_tree(self) -> str:
-        return "best-first:16,4,8"
-
     def start(self, batch: int, capacity: int) -> SuffixState:
         return SuffixState()
 
@@ -94,16 +85,11 @@ class Suffix(RequestTextDrafter, WeightlessDrafter):
         last = self.last_tokens(state)
         newest = last.masked_fill(last < 0, BEFORE).flip(1)
         match, state.place = self._contexts.nearest(newest, most)
-        match = torch.cat([own, match], 1)
-        state.weight = votes(match)
-        return self.at_root(state, match > 0)
+        return self.votes_at_root(state, torch.cat([own, match], 1))
 
     def after(self, state: Any, depth: Tensor) -> Tensor:
         earlier = self._contexts.following(state.place, depth)
         return torch.cat([super().after(state, depth), earlier], -1)
-
-    def proposals(self, state: Any, tokens: Tensor, agrees: Tensor) -> Step:
-        return elected(tokens, agrees & (tokens != END), state.weight)
 
     @torch.no_grad()
     def remember(self, tokens: Tensor, prompt: int) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..drafter import Drafter, Step, entries_at
+from .contexts import END
 
 
 class MatchState:
@@ -49,6 +50,41 @@ class MatchDrafter(Drafter):
         return self.proposals(state, following, agrees)
 
 
+class VotingDrafter(MatchDrafter):
+    """Proposes the tokens that matches vote for, with their shares of the votes.
+
+    A state has the matches' weights, `weight` [B, M] float32. A match goes on with `END` where its
+    text ends, and then votes no more.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its votes; transformers' own asks for weights."""
+        return torch.float32
+
+    @property
+    def default_tree(self) -> str:
+        return "best-first:16,4,8"
+
+    def votes_at_root(self, state: Any, match: Tensor) -> Step:
+        """The root's proposals. Each match counts twice as much for every further token of it.
+
+        Args:
+            match: tokens of each, [B, M], 0 or less where there is none; the longest count 1.
+        """
+        state.weight = torch.exp2((match - match.amax(1, keepdim=True)).float())
+        return self.at_root(state, match > 0)
+
+    def proposals(self, state: Any, tokens: Tensor, agrees: Tensor) -> Step:
+        agrees = agrees & (tokens != END)
+        votes = state.weight.unsqueeze(1) * agrees  # [B, W, M]
+        same = same_tokens(tokens)
+        score = (same * votes.unsqueeze(-2)).sum(-1) * first_ones(same, agrees)
+        score, best = score.sort(dim=-1, descending=True, stable=True)
+        ids = tokens.gather(-1, best).masked_fill(score == 0, -1)
+        return Step(ids=ids, log_probs=(score / votes.sum(-1, keepdim=True)).log())
+
+
 def first_ones(same: Tensor, agrees: Tensor) -> Tensor:
     """Which matches agree, and no earlier one of the same token does: [B, W, M, M], [B, W, M]."""
     return agrees & ~(same & agrees.unsqueeze(-2)).tril(-1).any(-1)
@@ -57,26 +93,3 @@ def first_ones(same: Tensor, agrees: Tensor) -> Tensor:
 def same_tokens(tokens: Tensor) -> Tensor:
     """Which matches go on with the same token, [B, W, M] -> [B, W, M, M]."""
     return tokens.unsqueeze(-1) == tokens.unsqueeze(-2)
-
-
-def votes(match: Tensor) -> Tensor:
-    """The weight of each match, twice as much for every further token of it: [B, M] float32.
-
-    Args:
-        match: tokens of each, [B, M], 0 or less where there is none; the longest count 1.
-    """
-    return torch.exp2((match - match.amax(1, keepdim=True)).float())
-
-
-def elected(tokens: Tensor, agrees: Tensor, weight: Tensor) -> Step:
-    """The distinct tokens that matches go on with, best first, and their shares of the votes.
-
-    Args:
-        tokens: of each match, [B, W, M]; agrees: which of them vote, [B, W, M]; weight: [B, M].
-    """
-    cast = weight.unsqueeze(1) * agrees  # [B, W, M]
-    same = same_tokens(tokens)
-    score = (same * cast.unsqueeze(-2)).sum(-1) * first_ones(same, agrees)
-    score, best = score.sort(dim=-1, descending=True, stable=True)
-    ids = tokens.gather(-1, best).masked_fill(score == 0, -1)
-    return Step(ids=ids, log_probs=(score / cast.sum(-1, keepdim=True)).log())

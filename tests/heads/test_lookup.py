@@ -10,7 +10,7 @@ import headstart
 from headstart.heads import OptionError, Step
 from headstart.heads.lookup import Lookup, LookupConfig
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
-from tests.support.weightless import SPARSE, check_shared_noise, generated
+from tests.support.weightless import SPARSE, check_no_wait, check_shared_noise, generated
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "vocab_size": VOCAB}
 
@@ -157,11 +157,4 @@ def test_it_is_loaded_by_name() -> None:
 
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 def test_a_round_does_not_wait(tree: str) -> None:
-    from tests.support.scripted import decoding_of
-    from tests.support.syncs import run_rounds
-
-    ids, mask = prompts([9, 4, 7])
-    decoding = decoding_of(tiny("llama"), lookup().bind(tiny("llama")), tree)
-    with torch.no_grad():
-        decoding.prefill(ids, mask, 16)
-        assert run_rounds(decoding) > 2
+    check_no_wait(lookup().bind(tiny("llama")), tree)

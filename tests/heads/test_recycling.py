@@ -14,9 +14,8 @@ from headstart.heads.recycling import Recycling, RecyclingConfig, RecyclingState
 from headstart.infer import Speculator, parse_static
 from tests.support.best import found_by_kernels
 from tests.support.scripted import decoding_of
-from tests.support.syncs import run_rounds
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
-from tests.support.weightless import SPARSE, check_shared_noise, generated
+from tests.support.weightless import SPARSE, check_no_wait, check_shared_noise, generated
 
 
 def drafter(**options: Any) -> Recycling:
@@ -227,8 +226,4 @@ def test_it_is_loaded_by_name() -> None:
 
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 def test_a_round_does_not_wait(tree: str) -> None:
-    ids, mask = prompts([9, 4, 7])
-    decoding = decoding_of(tiny("llama"), drafter(), tree)
-    with torch.no_grad():
-        decoding.prefill(ids, mask, 16)
-        assert run_rounds(decoding) > 2
+    check_no_wait(drafter(), tree)

@@ -15,7 +15,7 @@ from headstart.heads.parts.contexts import in_order
 from headstart.heads.retrieval import Retrieval, RetrievalConfig
 from tests.support.families import drafter
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
-from tests.support.weightless import SPARSE, check_shared_noise, generated
+from tests.support.weightless import SPARSE, check_no_wait, check_shared_noise, generated
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "vocab_size": VOCAB}
 
@@ -188,11 +188,4 @@ def test_bad_options_are_one_line(options: dict) -> None:
 
 
 def test_a_round_does_not_wait() -> None:
-    from tests.support.scripted import decoding_of
-    from tests.support.syncs import run_rounds
-
-    ids, mask = prompts([9, 4, 7])
-    decoding = decoding_of(tiny("llama"), drafter("retrieval", "tiny"), "best-first:8,3,3")
-    with torch.no_grad():
-        decoding.prefill(ids, mask, 16)
-        assert run_rounds(decoding) > 2
+    check_no_wait(drafter("retrieval", "tiny"), "best-first:8,3,3")

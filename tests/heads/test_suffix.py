@@ -16,7 +16,7 @@ from headstart.infer import Batcher, Speculator
 from headstart.infer.measure.bench import bench
 from tests.support.tape import decode, on_tape
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
-from tests.support.weightless import SPARSE, check_shared_noise, generated
+from tests.support.weightless import SPARSE, check_no_wait, check_shared_noise, generated
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "vocab_size": VOCAB}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -290,13 +290,7 @@ def test_bad_options_are_one_line(options: dict) -> None:
 
 
 def test_a_round_does_not_wait() -> None:
-    from tests.support.scripted import decoding_of
-    from tests.support.syncs import run_rounds
-
     ids, mask = prompts([9, 4, 7])
     drafter = of_tiny()
     Speculator(tiny("llama"), drafter).generate(ids, attention_mask=mask, **OPTIONS)
-    decoding = decoding_of(tiny("llama"), drafter, "best-first:8,3,3")
-    with torch.no_grad():
-        decoding.prefill(ids, mask, 16)
-        assert run_rounds(decoding) > 2
+    check_no_wait(drafter, "best-first:8,3,3")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from headstart.infer import Speculator
+from tests.support.scripted import decoding_of
+from tests.support.syncs import run_rounds
 from tests.support.tiny import prompts, tiny
 
 NEW = 40
@@ -37,3 +39,12 @@ def check_shared_noise(drafter: Any, tree: str) -> None:
     plain = Speculator(tiny("llama")).generate(ids, **settings)
     out = Speculator(tiny("llama"), drafter, tree=tree).generate(ids, **settings)
     assert torch.equal(out, plain)
+
+
+def check_no_wait(drafter: Any, tree: str) -> None:
+    """A round of several rows reads nothing of the device."""
+    ids, mask = prompts([9, 4, 7])
+    decoding = decoding_of(tiny("llama"), drafter, tree)
+    with torch.no_grad():
+        decoding.prefill(ids, mask, 16)
+        assert run_rounds(decoding) > 2
