@@ -187,6 +187,14 @@ def generate(run: Path, drafter: str) -> list[str]:
     return [*command, "--prompt", PROMPT, "--max-new-tokens", "24"]
 
 
+def copied(run: Path, folder: Path) -> tuple[Path, Path]:
+    """A copy of a run's drafter, and an empty folder for what is published of it."""
+    heads, out = folder / "heads", folder / "out"
+    out.mkdir()
+    copy_of(run, heads)
+    return heads, out
+
+
 def test_push_update_load(hub: Hub, machine: Machine, run: Path) -> None:
     """The whole way: dry run, push, push again, load by name, decode, and once more offline."""
     dry, first, again, named, local, plain, loaded = machine(
@@ -320,9 +328,7 @@ def test_relative_paths_are_cut_whether_or_not_they_exist(run: Path, tmp_path: P
     from headstart.train.drafter_stage import training_card
     from headstart.train.recipe import load_recipe
 
-    heads, out = tmp_path / "heads", tmp_path / "out"
-    out.mkdir()
-    copy_of(run, heads)
+    heads, out = copied(run, tmp_path)
     settings = [
         "corpus.source=stdlib", "output=acme/runs",
         "corpus.sources=[{source: acme/merger/prompts.jsonl}, {source: acme/a/*.txt}, "
@@ -396,9 +402,7 @@ def texts_of(section: Any, prefix: str = "") -> set[str]:
 
 def test_a_card_by_hand_and_a_label(run: Path, tmp_path: Path) -> None:
     """What the owner wrote stays; a target that is on no Hub is no base_model."""
-    heads, out = tmp_path / "heads", tmp_path / "out"
-    out.mkdir()
-    copy_of(run, heads)
+    heads, out = copied(run, tmp_path)
     (heads / "README.md").write_text(
         f"---\ntags: mine\nlanguage: en\n---\nSee {heads}/notes.md, {run}/target, https://h/a/b "
         "and the route /v1/chat.\n"
@@ -419,9 +423,7 @@ def test_a_card_says_how_to_install_and_what_to_load(
     written: bool, run: Path, tmp_path: Path
 ) -> None:
     """A label names no model: the example asks for the target's folder."""
-    heads, out = tmp_path / "heads", tmp_path / "out"
-    out.mkdir()
-    copy_of(run, heads)
+    heads, out = copied(run, tmp_path)
     if not written:
         (heads / "README.md").unlink()
     clean_copy(heads, out, "me/drafter", "our own 7B")
@@ -461,9 +463,7 @@ def copy_of(run: Path, heads: Path) -> None:
 def test_what_is_not_pushed(
     name: str, target: str | None, spoil: Any, said: str, run: Path, tmp_path: Path
 ) -> None:
-    heads, out = tmp_path / "heads", tmp_path / "out"
-    out.mkdir()
-    copy_of(run, heads)
+    heads, out = copied(run, tmp_path)
     if spoil:
         (heads / spoil[0]).write_text(spoil[1], encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ArtifactError) as caught:
@@ -477,9 +477,7 @@ def test_a_folder_that_is_gone_is_no_name_of_the_hub(
     revision: str, run: Path, tmp_path: Path
 ) -> None:
     """Of a model of the Hub the commit was recorded, of a folder none."""
-    heads, out = tmp_path / "heads", tmp_path / "out"
-    out.mkdir()
-    copy_of(run, heads)
+    heads, out = copied(run, tmp_path)
     manifest = json.loads((heads / "headstart.json").read_text())
     manifest |= {"target": "models/mine", "target_revision": revision}
     (heads / "headstart.json").write_text(json.dumps(manifest))

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -174,15 +175,22 @@ def test_time_cuts_the_examples_but_not_the_first_shard(
     assert "6 of 20 texts (1 of 3 shards)" in caplog.text
 
 
-def test_each_line_of_progress_has_the_speed(
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[], list[str]]:
+    """Has each step printed; gives the lines."""
     monkeypatch.setattr("headstart.infer.measure.progress.EVERY", 0.0)
+    return lambda: [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("distill: ")
+    ]
+
+
+def test_each_line_of_progress_has_the_speed(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, progress: Callable[[], list[str]]
+) -> None:
     distill(SPEC, tiny_target(), tokenizer, DOCUMENTS, tmp_path)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distill: ")]
+    lines = progress()
     assert len(lines) >= 2 and all(line.endswith(" tokens/s") for line in lines)
 
 
@@ -190,15 +198,14 @@ def test_the_time_left_heeds_the_limit(
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    progress: Callable[[], list[str]],
 ) -> None:
-    monkeypatch.setattr("headstart.infer.measure.progress.EVERY", 0.0)
     ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr("headstart.train.data.distill.time", clock)
     limited = replace(SPEC, max_seconds=10.0, batch_size=2)
     distill(limited, tiny_target(), tokenizer, DOCUMENTS, tmp_path)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distill: ")]
+    lines = progress()
     # After two of 20 texts, 2 of the 10 seconds are over.
     assert lines[0].startswith("distill: 20%,") and ", 2 of 20 texts, " in lines[0]
     assert "distill: 100%," in lines[-1] and ", 13 of 20 texts, " in lines[-1]
