@@ -96,8 +96,7 @@ def load_checkpoint(
     if not names_layers and FINAL not in (layers := drafter_config.feature_layers):
         logger.warning(
             f"{source} names no layers of the target, so it reads the inputs of layers "
-            f"{', '.join(map(str, layers))}, those that engines take for it, "
-            "or its authors."
+            f"{', '.join(map(str, layers))}, those that engines take for it or its authors give."
         )
     base = _named_target(config)
     if target_is_known or (base and base == target.name_or_path):
