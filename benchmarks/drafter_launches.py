@@ -1,4 +1,4 @@
-"""What a level of a drafter launches, whose model or layers run over the nodes of the level before.
+"""What drafters launch: a level of those with layers, and a round's parts of those that match texts.
 
 Counted on the CPU under a dispatch mode, as in `benchmarks.launches`, which prints it.
 """
@@ -20,6 +20,7 @@ from headstart.heads.core import tree_attention
 from .gpu.shapes import SHAPES, random_drafter, random_target
 
 FAMILIES = ("eagle", "draft_model")
+MATCHING = ("lookup", "retrieval", "suffix")
 
 
 @torch.no_grad()
@@ -59,3 +60,18 @@ def count_level(
             with counted:
                 member.extend([state], tokens[:, :width], parents + 1)
     return counted, len(setup.shapes)
+
+
+@torch.no_grad()
+def count_matching(family: str, counts: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a drafter that matches texts launches to find its matches, and for a level of a tree."""
+    target = random_target(SHAPES["toy"], torch.device("cpu"), torch.float32)
+    drafter, tokens = random_drafter(family, target), torch.arange(12).view(1, -1)
+    state, features, begun, level = drafter.start(1, 64), torch.empty(1, 12, 0), counts(), counts()
+    drafter.prefill(state, features, tokens, torch.tensor([12]))
+    drafter.reserve(state, 12, 8)
+    with begun:
+        drafter.begin(state, features[:, :1], tokens[:, :1], torch.tensor([1]))
+    with level:
+        drafter.extend(state, tokens[:, :4], torch.full((1, 4), -1))
+    return begun, level

@@ -310,6 +310,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for family, width in product(drafter_launches.FAMILIES, (1, 8)):
         counted, _ = drafter_launches.count_level(family, width, Counts, as_on_a_gpu)
         print(f"| {family} | {width} | {counted.launches} |")
+    print("\n| drafter that matches texts | matches | a level |\n|---|---|---|")
+    for family in drafter_launches.MATCHING:
+        begun, level = drafter_launches.count_matching(family, Counts)
+        print(f"| {family} | {begun.launches} | {level.launches} |")
     print("\n| sampling | without kernels | with |\n|---|---|---|")
     for name, apart, together in rule_launches.rows(chosen.vocabulary, Counts):
         print(f"| {name} | {apart.launches} | {together.launches} |")

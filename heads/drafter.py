@@ -213,7 +213,7 @@ class Drafter(StoredDrafter):
         raise NotImplementedError
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
-        """Grow one level: propose the children of W new nodes.
+        """Grow one level: propose the children of W new nodes, which are all of one depth.
 
         Args:
             tokens: [B, W] int64, the new nodes' tokens.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .declared.lookup import LookupFields
 from .drafter import DrafterConfig, Step
-from .parts.matches import first_ones, same_tokens
 from .parts.request_text import RequestTextDrafter, RequestTextState
 from .parts.weightless import WeightlessDrafter
 
@@ -40,19 +39,5 @@ class Lookup(RequestTextDrafter, WeightlessDrafter):
         length = self.find_matches(state, self.config.min_match, self.config.matches)
         return self.at_root(state, length > 0)
 
-    def proposals(self, state: RequestTextState, tokens: Tensor, agrees: Tensor) -> Step:
-        return Step(ids=_ranked(tokens, agrees))
-
-
-def _ranked(tokens: Tensor, agrees: Tensor) -> Tensor:
-    """The distinct tokens among those that agree, in order: [B, W, M] -> [B, W, M], padded with -1.
-
-    >>> yes = torch.tensor([[[True, False, True, True]]])
-    >>> _ranked(torch.tensor([[[7, 5, 7, 6]]]), yes).tolist()
-    [[[7, 6, -1, -1]]]
-    """
-    first = first_ones(same_tokens(tokens), agrees)
-    matches = tokens.shape[-1]
-    rank = torch.where(first, first.cumsum(-1) - 1, matches)
-    ids = tokens.new_full((*tokens.shape[:-1], matches + 1), -1)
-    return ids.scatter(-1, rank, tokens)[..., :matches]
+    def scores(self, state: RequestTextState, shared: Tensor) -> Tensor:
+        return (len(state.number) - state.number).expand(shared.shape[:-1])  # as they stand

@@ -27,7 +27,7 @@ from .parts.matches import VotingDrafter
 from .parts.request_text import RequestTextDrafter, RequestTextState
 from .parts.weightless import WeightlessDrafter
 
-_AT_ONCE = 1024  # contexts that are searched for at once, which bounds the memory for it
+_AT_ONCE = 128  # contexts that are searched for at once, which bounds the memory for it
 
 _writing = threading.Lock()
 
@@ -82,8 +82,7 @@ class Suffix(RequestTextDrafter, VotingDrafter, WeightlessDrafter):  # type: ign
         self.append(state, tokens, count)
         most = self.config.matches
         own = self.find_matches(state, 1, most)  # [B, M], fewer in a short text
-        last = self.last_tokens(state)
-        newest = last.masked_fill(last < 0, BEFORE).flip(1)
+        newest = state.last.masked_fill(state.last < 0, BEFORE).flip(1)
         match, state.place = self._contexts.nearest(newest, most)
         return self.votes_at_root(state, torch.cat([own, match], 1))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 END, BEFORE = -1, -2  # between two texts, and before a request's first token
 
-_BRANCHES = 64  # into which a step of the search divides what is left
+_BRANCHES = 512  # into which a step of the search divides what is left
 
 
 class Contexts(NamedTuple):
@@ -45,13 +45,14 @@ class Contexts(NamedTuple):
         width = len(self.order) + 1
         while width > 1:
             width = -(-width // _BRANCHES)
-            at = low.unsqueeze(1) + width * torch.arange(1, _BRANCHES, device=low.device) - 1
-            keys = self.at(self.order[at.clamp(max=len(self.order) - 1)].long())  # [B, 63, P]
+            step = torch.arange(width - 1, width * (_BRANCHES - 1), width, device=low.device)
+            at = low.unsqueeze(1) + step
+            keys = self.at(self.order[at.clamp(max=len(self.order) - 1)].long())  # [B, 511, P]
             given = newest.unsqueeze(1).expand_as(keys)
             # The first token that differs decides; where none does, the first one says no.
-            differs = (keys != given).byte().argmax(-1, keepdim=True)
+            differs = (keys != given).view(torch.uint8).argmax(-1, keepdim=True)
             before = (keys.gather(-1, differs) < given.gather(-1, differs)).squeeze(-1)
-            low = low + width * (before & (at < self.places)).sum(-1)
+            low = low.add((before & (at < self.places)).sum(-1), alpha=width)
         return low
 
     def nearest(self, newest: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -63,17 +64,16 @@ class Contexts(NamedTuple):
         Returns:
             How many tokens each has in common, and the places, [B, M] both.
         """
-        offset = torch.arange(-most, most, device=newest.device)
-        near = self.rank(newest).unsqueeze(1) + offset  # [B, 2M]
+        window = torch.arange(2 * most, device=newest.device)
+        near = self.rank(newest).unsqueeze(1) + (window - most)  # [B, 2M]
         places = self.order[near.clamp(0, len(self.order) - 1)].long()
         match = (self.at(places) == newest.unsqueeze(1)).cumprod(-1).sum(-1)  # [B, 2M]
         match = match.masked_fill((near < 0) | (near >= self.places), 0)
-        nearness = 2 * offset.abs() + (offset < 0)  # no two alike
-        best = (match * (4 * most) - nearness).topk(most, -1).indices  # [B, M]
+        best = (match * (2 * most) - window).topk(most, -1).indices  # no two alike; [B, M]
         return match.gather(1, best), places.gather(1, best)
 
     def following(self, places: Tensor, depth: Tensor) -> Tensor:
-        """The token after `depth` [B, W] tokens that follow places [B, M]: [B, W, M]."""
+        """The token after `depth` [L] tokens that follow places [B, M]: [B, L, M]."""
         at = places.unsqueeze(1) + depth.unsqueeze(-1) + 1
         return self.text[at.clamp(max=len(self.text) - 1)].long()
 

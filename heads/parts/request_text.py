@@ -12,11 +12,12 @@ from .matches import MatchDrafter, MatchState
 class RequestTextState(MatchState):
     """The rows' text and this round's matches."""
 
-    scratch = ("source", "period", *MatchState.scratch)
+    scratch = ("last", "source", "period", *MatchState.scratch)
 
     longest: int = 0  # a bound on any row's tokens, the root's included, on the host
     text: Tensor  # [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding
     size: Tensor  # [B, 1] tokens of each row
+    last: Tensor  # [B, P] the last of them, in order; -1 before a shorter text
     source: Tensor  # [B, M] where each match ends
     period: Tensor  # [B, M] how far before the text's end that is
 
@@ -45,16 +46,12 @@ class RequestTextDrafter(MatchDrafter):
 
     def append(self, state: RequestTextState, tokens: Tensor, count: Tensor) -> None:
         """Add what was just committed, see `begin`."""
-        step = torch.arange(tokens.shape[1], device=tokens.device)
+        before, device = self.config.max_match, tokens.device
+        step = torch.arange(tokens.shape[1], device=device)
         slot = torch.where(step < count.unsqueeze(1), state.size + step, self._slots(state))
-        state.text.scatter_(1, slot + self.config.max_match, tokens)
+        state.text.scatter_(1, slot + before, tokens)
         state.size = state.size + count.unsqueeze(1)
-
-    def last_tokens(self, state: RequestTextState) -> Tensor:
-        """The last tokens of each row, in order: [B, P], -1 before a shorter text."""
-        before = self.config.max_match
-        back = torch.arange(before, 0, -1, device=state.text.device)
-        return state.text.gather(1, state.size + before - back)
+        state.last = state.text.gather(1, state.size + torch.arange(before, device=device))
 
     def find_matches(self, state: RequestTextState, shortest: int, most: int) -> Tensor:
         """Find this round's matches, the longest first, and the latest of equals.
@@ -73,7 +70,7 @@ class RequestTextDrafter(MatchDrafter):
 
     def after(self, state: RequestTextState, depth: Tensor) -> Tensor:
         onward = depth.unsqueeze(-1) % state.period.unsqueeze(1)
-        column = state.source.unsqueeze(1) + onward + (1 + self.config.max_match)  # [B, W, M]
+        column = state.source.unsqueeze(1) + onward + (1 + self.config.max_match)  # [B, L, M]
         return state.text.gather(1, column.flatten(1)).view_as(column)
 
     def _slots(self, state: RequestTextState) -> int:
@@ -92,5 +89,5 @@ class RequestTextDrafter(MatchDrafter):
         # Window e holds the P tokens that end at position e. The -1 before the text equals a -1 of
         # the last tokens only where e is the text's end.
         windows = state.text[:, 1 : before + searched].unfold(1, before, 1)  # [B, S, P]
-        same = (windows == self.last_tokens(state).unsqueeze(1)).flip(-1)
+        same = (windows == state.last.unsqueeze(1)).flip(-1)
         return same.cumprod(-1).sum(-1) * (ends < state.size - 1), ends

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.drafter_launches import FAMILIES, count_level
+from benchmarks.drafter_launches import FAMILIES, MATCHING, count_level, count_matching
 from benchmarks.launches import Counts, as_on_a_gpu, count_forward, kernel_launches, recorded
 from headstart.infer.target import Target
 from tests.support.families import target
@@ -50,6 +50,13 @@ def test_a_level_of_a_drafter_takes_few_launches(family: str, width: int) -> Non
     counted, layers = count_level(family, width, Counts, as_on_a_gpu)
     assert layers == 1
     assert counted.launches == {"draft_model": 18, "eagle": 23}[family] + (width > 1)
+
+
+@pytest.mark.parametrize("family", MATCHING)
+def test_drafters_that_match_texts_look_levels_up(family: str) -> None:
+    begun, level = count_matching(family, Counts)
+    assert begun.launches == {"lookup": 56, "retrieval": 116, "suffix": 132}[family]
+    assert level.launches == {"lookup": 9}.get(family, 11)
 
 
 @without_triton

@@ -63,28 +63,29 @@ def check_round(drafter: Lookup, state: Any, step: Step, texts: list[list[int]],
             return seen
         width = rng.choice([1, 3])
         tokens, parents = torch.zeros(len(texts), width).long(), torch.zeros(len(texts), width)
-        fresh = [[] for _ in texts]
         for row, reference in enumerate(references):
+            above, fresh[row] = fresh[row], []
             for node in range(width):
-                entry = rng.randrange(len(paths[row]))
+                entry = rng.choice(above)
                 known = reference.candidates(paths[row][entry])
                 token = rng.choice(known) if known and rng.random() < 0.8 else rng.randrange(3)
                 tokens[row, node], parents[row, node] = token, entry - 1
-                fresh[row].append(len(paths[row]) + len(fresh[row]))
-            paths[row] += [
-                paths[row][int(parent) + 1] + [int(token)]
-                for parent, token in zip(parents[row], tokens[row], strict=True)
-            ]
+                fresh[row].append(len(paths[row]))
+                paths[row].append([*paths[row][entry], token])
         step = drafter.extend(state, tokens, parents.long())
     return seen
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 8])
 @pytest.mark.parametrize("slack", [0, 40], ids=["tight", "loose"])
 @pytest.mark.parametrize(
     "options", [{}, {"min_match": 3}, {"max_match": 2, "matches": 3}, {"max_match": 40}]
 )
-def test_equals_the_reference(options: dict, slack: int) -> None:
+def test_equals_the_reference(
+    options: dict, slack: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of different lengths and a small alphabet, past two growths of the buffer; ragged."""
+    monkeypatch.setattr("headstart.heads.parts.matches.AT_ONCE", at_once)
     rng, drafter = random.Random(7), lookup(**options)
     texts = [[rng.randrange(3) for _ in range(length)] for length in (30, 1, 9, 55)]
     count = torch.tensor([len(text) for text in texts])

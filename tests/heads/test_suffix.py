@@ -91,10 +91,14 @@ def test_the_example_of_the_docstring() -> None:
     assert chances(step) == pytest.approx({d: 12 / 20, c: 4 / 20, x: 4 / 20})
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 8])
 @pytest.mark.parametrize("branches", [3, 64])
 @pytest.mark.parametrize("longest", [2, 7])
-def test_equals_the_reference(longest: int, branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_reference(
+    longest: int, branches: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the root and a chain below it, with more answers from one text to the next."""
+    monkeypatch.setattr("headstart.heads.parts.matches.AT_ONCE", at_once)
     monkeypatch.setattr("headstart.heads.parts.contexts._BRANCHES", branches)
     monkeypatch.setattr("headstart.heads.suffix._AT_ONCE", 3)
     rng, seen = random.Random(longest), 0
