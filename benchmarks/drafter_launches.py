@@ -1,4 +1,4 @@
-"""What drafters launch: a level of those with layers, and a round's parts of those that match texts.
+"""What a level of drafters with layers launches, and a round of those that match texts.
 
 Counted on the CPU under a dispatch mode, as in `benchmarks.launches`, which prints it.
 """

@@ -9,7 +9,6 @@ proposed, then `a`, then `b`; a continuation that reaches the end of the text re
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
 
-import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
