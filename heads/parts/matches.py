@@ -1,8 +1,8 @@
 """What drafters share that follow earlier text: matches, and what came after each of them.
 
-Nodes whose path is the beginning of how a match goes on are all that ever have proposals. These are
-known for the levels of a tree before it is grown, `AT_ONCE` levels at a time, so that a level only
-looks them up. Of three matches
+Only nodes whose path is the beginning of a match's continuation have proposals. These are computed
+before a tree is grown, for `AT_ONCE` levels at a time, and a level only looks them up. Of three
+matches that go on as
 
     a b c …     a b d …     a e f …
 
@@ -21,7 +21,7 @@ _NONE = -2  # how no match goes on, not even one whose text has ended
 
 
 class MatchState:
-    """M matches of a round, those of a path, and what L levels propose.
+    """M matches of a round, what stands for each node, and what is proposed in L levels.
 
     Another match, M, agrees with the root and with nothing else: it stands for the root, and below
     it for nodes that no match goes on to.
@@ -93,7 +93,7 @@ class MatchDrafter(Drafter):
         return Step(ids=entries_at(state.ids[:, level, :, :-1], stands), log_probs=log_probs)
 
     def _look_ahead(self, state: Any) -> None:
-        """Find what the matches propose in the next levels."""
+        """Compute what the matches propose in the next levels."""
         depth = torch.arange(state.level, state.level + AT_ONCE, device=state.number.device)
         tokens = torch.nn.functional.pad(self.after(state, depth), (0, 1), value=_NONE)
         same = tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [B, L, M + 1, M + 1]
