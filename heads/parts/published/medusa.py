@@ -121,6 +121,12 @@ def _write(drafter: Any, form: str) -> Checkpoint:
             "shared",
         )  # fmt: skip
     layout = _VLLM if form == "vllm" else _AUTHORS
+    alike = (torch.equal(block, found[p][0]) for p in ("weight", "bias") for block in found[p])
+    if layout is _AUTHORS and not all(alike):
+        raise cannot_be_written(
+            "the authors' code", "its blocks differ, and theirs are one block",
+            "train it with drafter.layers=1, or export it to vllm",
+        )  # fmt: skip
     tensors = {}
     for part in ("weight", "bias"):
         names = layout.blocks(own.heads, own.layers, part)

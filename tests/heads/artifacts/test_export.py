@@ -46,7 +46,7 @@ def suited(name: str) -> Any:
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "vllm", {"layers": 2}),
     ("medusa", "vllm", {"output": "own"}),
-    ("medusa", "original", {"layers": 2, "output": "own"}),
+    ("medusa", "original", {"output": "own"}),
     ("medusa", "original", {}),
     ("hydra", "original", {"heads": 3, "layers": 2}),
     ("hydra", "original", {"heads": 1}),
@@ -495,6 +495,7 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("mtp", "speculators", {}, "its layer is one of llama"),
         ("hydra", "vllm", {}, "eagle, eagle3, medusa, medusa2, mlp_speculator, mtp, pard"),
         ("hydra", "original", {"layers": 3}, "differ"),
+        ("medusa", "original", {"layers": 2}, "its blocks differ, and theirs are one block"),
         ("redrafter", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa2", "original", {}, "headstart merge"),
         ("medusa", "gguf", {}, "found format 'gguf', expected one of: vllm"),
