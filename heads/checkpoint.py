@@ -36,9 +36,10 @@ class DrafterConfig(Fields, PreTrainedConfig):
         """A config with the target's shapes and a recipe's options.
 
         Raises:
-            OptionError: an option that the family does not have, or a value of the wrong type.
+            OptionError: an option that the family does not have or that has no effect, or a value
+                of the wrong type.
         """
-        cls.check_names(cls.family_name(), options)
+        cls.check_options(cls.family_name(), options)
         text = target.config.get_text_config(decoder=True)
         try:
             return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)

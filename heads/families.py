@@ -102,8 +102,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a family, or what can be told of its options without a target and without torch.
 
     Raises:
-        OptionError: no such family or option, one that is not trained here, or a number that no
-            drafter has.
+        OptionError: no such family or option, one that is not trained here, an option without
+            effect, or a number that no drafter has.
     """
     if name in PUBLISHED:
         raise OptionError(
@@ -113,7 +113,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     kind = declared_by(name)
     if kind is None:
         return
-    kind.check_names(name, options)
+    kind.check_options(name, options)
     with suppress(TypeError):  # values of another kind are refused with the target
         kind(**options).validate_ranges()
 

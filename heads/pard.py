@@ -80,6 +80,7 @@ class PardConfig(DraftModelConfig):
         "0 … 1": ("kept", "least_kept"),
         "0 … 1, 1 excluded": ("feature_dropout",),
     }
+    NEEDS: ClassVar = {"feature_scale": "feature_layers", "feature_dropout": "feature_layers"}
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:

@@ -74,6 +74,11 @@ class DFlashFields(LayerFields):
         "more than 0": ("output_multiplier",),
         "more than 0, at most 1": ("partial_rotary_factor",),
     }
+    NEEDS: ClassVar = {
+        "causal_windows": "window",
+        "selector_top_k": "selector_rank",
+        "conv_group_size": "conv_kernel_size",
+    }
 
     @property
     def max_depth(self) -> int:

@@ -93,6 +93,7 @@ class Eagle3Fields(EagleFields):
         "at least 1": ("depths", "layers"), "0 … 1": ("kept", "least_kept"),
         "more than 0, at most 1": ("partial_rotary_factor",),
     }  # fmt: skip
+    NEEDS: ClassVar = {"kept": "mask_token_id", "least_kept": "mask_token_id"}
 
     @property
     def max_depth(self) -> int | None:
@@ -104,15 +105,6 @@ class Eagle3Fields(EagleFields):
             raise OptionError(
                 "drafter.norm_before_fc and drafter.fc_norm are both true; expected one of them."
             )
-
-    def validate_kept(self) -> None:
-        """Part of the config's own validation."""
-        for name in ("kept", "least_kept"):
-            if self.mask_token_id is None and getattr(self, name) != getattr(type(self), name):
-                raise OptionError(
-                    f"drafter.{name} is {getattr(self, name)}, and this head drafts one token "
-                    "after another; set drafter.mask_token_id as well, or leave it out."
-                )
 
     def shapes(self) -> Shapes:
         layer, count = Layer.of(self.layer), len(self.feature_layers) or 3

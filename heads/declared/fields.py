@@ -1,7 +1,7 @@
 """The settings that every drafter's config has, and those of a drafter with an output layer."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -41,17 +41,31 @@ class Fields:
     RANGES: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Ranges, see `_RANGES`, and the numbers among the options that must be in them."""
 
+    NEEDS: ClassVar[dict[str, str]] = {}
+    """Options that have an effect only where another one is set too: that one, by name."""
+
     collects: ClassVar[bool] = False
     """Whether such drafters are made of texts of the target, see `Drafter.collect`."""
 
     @classmethod
-    def check_names(cls, family: str, options: Iterable[str]) -> None:
-        """Refuse options that the family does not have, with an OptionError."""
-        if unknown := sorted(set(options) - set(cls.OPTIONS)):
+    def check_options(cls, family: str, options: Mapping[str, Any]) -> None:
+        """Refuse options that the family does not have, or that would have no effect.
+
+        Raises:
+            OptionError: there is one.
+        """
+        if unknown := sorted(options.keys() - set(cls.OPTIONS)):
             raise OptionError(
                 f"drafter.{unknown[0]} is not an option of {family!r}; expected one of: "
                 f"{', '.join(cls.OPTIONS)}."
             )
+        for name, other in cls.NEEDS.items():
+            default, off = getattr(cls, name), getattr(cls, other)
+            if options.get(name, default) != default and options.get(other, off) in (off, []):
+                raise OptionError(
+                    f"drafter.{name} is {options[name]}, which has no effect without "
+                    f"drafter.{other}; set drafter.{other} as well, or leave it out."
+                )
 
     def validate_ranges(self) -> None:
         """Part of the config's own validation."""

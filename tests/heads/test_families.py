@@ -51,6 +51,30 @@ def test_families_have_an_article() -> None:
     assert (found, others) == ({"an"}, {"a"})
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "more"),
+    [
+        ("dflash", {"selector_top_k": 4}, {"selector_rank": 2}),
+        ("dflash", {"conv_group_size": 8}, {"conv_kernel_size": 2}),
+        ("dflash", {"causal_windows": False}, {"window": 4}),
+        ("eagle3", {"kept": 0.5}, {"mask_token_id": 0}),
+        ("pard", {"feature_scale": 0.5, "feature_layers": []}, {"feature_layers": [1]}),
+        ("pard", {"feature_dropout": 0.5}, {"feature_layers": [1]}),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    name: str, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    make: Any = family(name).config_class
+    (option, *_), (other, *_) = options, more
+    small = dict(FAMILIES[name].small) | {"layers": 2}
+    with pytest.raises(OptionError, match=rf"{option} is .* without drafter.{other}") as caught:
+        make.for_target(tiny("llama"), **small, **options)
+    one_line(caught.value)
+    make.for_target(tiny("llama"), **small | options | more)
+    make.for_target(tiny("llama"), **small | {option: getattr(make, option)})
+
+
 def test_an_unknown_family_is_one_line() -> None:
     with pytest.raises(OptionError, match=r"'medsua'; expected one of: .*medusa") as caught:
         family("medsua")

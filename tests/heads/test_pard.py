@@ -277,7 +277,7 @@ def test_a_projection_that_is_pickled_is_read_where_that_is_allowed(
         ({"kept": 1.5}, "kept is 1.5; expected 0 … 1"),
         ({"mask_token_id": VOCAB}, "mask_token_id is 64; expected 0 … 63"),
         ({"lora": {"rank": 2}, "feature_layers": [FINAL]}, "both set"),
-        ({"feature_dropout": 1.0}, "1 excluded"),
+        ({"feature_dropout": 1.0, "feature_layers": [FINAL]}, "1 excluded"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
