@@ -39,17 +39,6 @@ target's own. It has the weights of {base}, and proposes
 that."""
 
 
-def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """The ids of the `size` tokens of the highest counts [V], ascending: [size].
-
-    Of equally frequent ones the lower ids are taken, which in most tokenizers are of commoner text.
-
-    >>> most_frequent(torch.tensor([1, 7, 0, 1, 0]), 3).tolist()
-    [0, 1, 3]
-    """
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
-
-
 def check_can_be_trimmed(drafter: Drafter, size: int) -> None:
     """Refuse a drafter whose output layer cannot be left with `size` tokens.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.artifacts.trimming import most_frequent
+from headstart.heads.parts.vocabulary import most_frequent
 from headstart.infer.measure.progress import progress_bar
 
 from .document_files import is_indexed

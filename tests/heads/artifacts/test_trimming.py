@@ -14,7 +14,8 @@ from headstart.heads.artifacts.export import export_drafter
 from headstart.heads.artifacts.manifest import Manifest, fingerprint, read_manifest
 from headstart.heads.artifacts.saving import save_drafter
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.heads.artifacts.trimming import most_frequent, save_trimmed, trimmed
+from headstart.heads.artifacts.trimming import save_trimmed, trimmed
+from headstart.heads.parts.vocabulary import most_frequent
 from headstart.infer import Speculator
 from tests.support.bytewise import save_target
 from tests.support.drafters import made
@@ -86,6 +87,13 @@ def test_the_most_frequent() -> None:
     assert [most_frequent(counts, size).tolist() for size in (1, 2, 4, 5)] == [
         [2], [0, 2], [0, 2, 4, 5], [0, 1, 2, 4, 5]
     ]  # fmt: skip
+
+
+def test_a_trimmed_drafter_starts_with_the_same_ones() -> None:
+    counts = torch.arange(VOCAB) % 3  # `topk` takes any of equals
+    drafter = made("medusa", output="trimmed", draft_vocab_size=30)
+    drafter.init_from_target(counts)
+    assert torch.equal(drafter.vocabulary, most_frequent(counts, 30))
 
 
 @pytest.mark.parametrize(
