@@ -34,13 +34,17 @@ from .parts.student import KEPT, load_student
 PROJECTION = "target_proj.weight"
 """The tensor in the file of weights that projects the target's features."""
 
+PROJECTION_BIAS = "target_proj.bias"
+"""What the authors' code can have beside it (`pard2_proj_bias`), and this class has not."""
+
 DRAFTING = {
     *(PARALLEL, AT_ONCE, "spd_type", "pard2", "pard2_proj_bias", "pard2_scale"),
     *("pard2_target_layers", "pard2_target_dim"),
 }
 """All that such a `config.json` says of drafting."""
 
-_DEPTHS = 12  # where a published config does not say; its masks were taught for fewer, see above
+_DEPTHS, _SCALE = 12, 0.02
+"""Where a published config does not say; its masks were taught for fewer depths, see above."""
 
 
 @strict
@@ -179,8 +183,6 @@ class Pard(DraftModel):
     def max_depth(self) -> int:
         return self.config.depths
 
-    # Decoding.
-
     def reserve(self, state: DraftCache, longest: int, room: int) -> None:
         super().reserve(state, longest, room + self.config.depths - 1)
 
@@ -212,8 +214,6 @@ class Pard(DraftModel):
         embedded = self.model.get_input_embeddings()(tokens)
         added = self.model.target_proj(features.to(embedded.dtype))
         return {"inputs_embeds": embedded + self.config.feature_scale * added}
-
-    # Training.
 
     @property
     def depth_shares(self) -> list[float]:
@@ -285,7 +285,7 @@ def _read(written: dict[str, Any]) -> dict[str, Any]:
     """The same as fields of a `PardConfig`."""
     found = {"mask_token_id": written[PARALLEL], "depths": written.get(AT_ONCE, _DEPTHS)}
     if layers := written.get("pard2_target_layers"):
-        found |= {"feature_layers": layers, "feature_scale": written["pard2_scale"]}
+        found |= {"feature_layers": layers, "feature_scale": written.get("pard2_scale", _SCALE)}
     return found
 
 

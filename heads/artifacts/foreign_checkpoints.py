@@ -23,7 +23,7 @@ from ..core import FINAL, ArtifactError, OptionError, load_pretrained
 from ..declared.pard import PARALLEL
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
-from ..pard import DRAFTING, PROJECTION, Pard
+from ..pard import DRAFTING, PROJECTION, PROJECTION_BIAS, Pard
 from ..parts.published.layer_ids import check_layer_ids
 from ..parts.translation import Translation
 from ..translated_draft_model import TranslatedDraftModel
@@ -273,7 +273,13 @@ def _projection(source: DrafterSource) -> Tensor | None:
     if PARALLEL_FEATURES not in source.files:
         return None
     if source.allow_pickle:
-        return read_tensors(source.folder / PARALLEL_FEATURES).get(PROJECTION)
+        tensors = read_tensors(source.folder / PARALLEL_FEATURES)
+        if PROJECTION_BIAS in tensors:
+            raise ArtifactError(
+                f"{source} has {PROJECTION_BIAS} in {PARALLEL_FEATURES}, and a projection with a "
+                "bias is not run here; load it without allow_pickle, to draft from tokens alone."
+            )
+        return tensors.get(PROJECTION)
     logger.warning(
         f"{source} drafts from tokens alone: its projection of the target's features is in "
         f"{PARALLEL_FEATURES}, a pickle; have its tensors read with allow_pickle=True "

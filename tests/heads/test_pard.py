@@ -265,6 +265,13 @@ def test_a_projection_that_is_pickled_is_read_where_that_is_allowed(
     last = target.config.num_hidden_layers
     assert made.config.feature_layers == [FINAL, last - 1] and made.config.feature_scale == 0.5
     assert torch.equal(made.model.target_proj.weight, weight)
+    unsaid: Any = PardConfig.from_dict({"pard_token": 50, "pard2_target_layers": [-1]})
+    assert unsaid.feature_scale == 0.02
+    bias = {"target_proj.weight": weight, "target_proj.bias": torch.ones(32)}
+    torch.save(bias, folder / "warp_model.bin")
+    with pytest.raises(ArtifactError, match=r"has target_proj\.bias in warp_model\.bin") as caught:
+        load_drafter(folder, target, letters(), allow_pickle=True)
+    one_line(caught.value)
     with pytest.raises(ArtifactError, match=r"reads features of its target, which vllm") as caught:
         export_drafter(made, "vllm", tmp_path / "out", letters())
     one_line(caught.value)
