@@ -73,16 +73,12 @@ class EarlyExitConfig(EarlyExitFields, DrafterConfig):
         return config
 
 
-class OwnCache(DraftCache):
-    """That of the drafter's own layers."""
-
-
 @dataclass
 class EarlyExitState:
     """The caches of a request."""
 
     first: DraftCache  # of the target's first layers
-    own: Any = None  # an `OwnCache` of the drafter's own layers, where it has some
+    own: Any  # a `DraftCache` of the drafter's own layers, where it has some
 
 
 class EarlyExit(OneOutputLayer):
@@ -150,19 +146,14 @@ class EarlyExit(OneOutputLayer):
         if self.config.output == "trimmed":
             self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
 
-    # Decoding.
-
     @property
     def needs_length_bound(self) -> bool:
         own = self._own is not None and self._own.needs_length_bound
         return own or self._first.cached.needs_length_bound
 
     def start(self, batch: int, capacity: int) -> EarlyExitState:
-        state = EarlyExitState(self._first.start(batch))
-        if self._own is not None:
-            made = self._own.start(batch)
-            state.own = OwnCache(made.slab, made.lengths)
-        return state
+        own = None if self._own is None else self._own.start(batch)
+        return EarlyExitState(self._first.start(batch), own)
 
     def reserve(self, state: EarlyExitState, longest: int, room: int) -> None:
         self._first.cached.reserve(state.first, longest, room)
@@ -180,7 +171,7 @@ class EarlyExit(OneOutputLayer):
         with self._first.fused:
             found = self._first.cached.begin(state.first, count, input_ids=tokens)
         if self._own is not None:
-            hidden = found.last_hidden_state.to(self.norm.weight.dtype)  # [B, A, D]
+            hidden = found.last_hidden_state.to(self.dtype)  # [B, A, D]
             found = self._own.begin(state.own, count, inputs_embeds=hidden)
         return self._proposals(last_true(found.last_hidden_state, count).unsqueeze(1))
 
@@ -188,14 +179,12 @@ class EarlyExit(OneOutputLayer):
         with self._first.fused:
             found = self._first.cached.extend(state.first, parent, input_ids=tokens)
         if self._own is not None:
-            hidden = found.last_hidden_state.to(self.norm.weight.dtype)  # [B, W, D]
+            hidden = found.last_hidden_state.to(self.dtype)  # [B, W, D]
             found = self._own.extend(state.own, parent, inputs_embeds=hidden)
         return self._proposals(found.last_hidden_state)
 
     def _proposals(self, hidden: Tensor) -> Step:
         return self.propose(hidden if self._own is None else self.norm(hidden))
-
-    # Training.
 
     def draft_hidden_states(
         self,
