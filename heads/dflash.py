@@ -20,24 +20,22 @@ the tokens that are best without it, and convolutions in its layers (`conv_kerne
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .checkpoint import Found
-from .core import CACHE, AttentionWindows, OptionError, OutputLayer, best_of, weight_of
+from .core import AttentionWindows, OptionError, OutputLayer, best_of, weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.block_layers import BlockConvolution, ConvolvedLayer
 from .parts.cached_layers import DraftCache
-from .parts.context_layers import ContextLayers, text_keys
-from .parts.draft_attention import Mask, attention_for, block_mask, chosen_positions
+from .parts.context_layers import ContextLayers, run_blocks
+from .parts.draft_attention import Mask, block_mask, chosen_positions
 from .parts.own_layers import layer_like, norm_scale, own_layers, unit_scale_init
 from .parts.pair_terms import MarkovTerm, PairTerm, SelectorTerm
 from .parts.published.dflash import DFLASH, check_embedding_scale, dflash
@@ -198,8 +196,6 @@ class DFlash(TokenConditioned):
     def needs_length_bound(self) -> bool:
         return self._layers.needs_length_bound
 
-    # Decoding.
-
     def start(self, batch: int, capacity: int) -> DFlashState:
         return DFlashState(self._layers.start(batch))
 
@@ -287,8 +283,6 @@ class DFlash(TokenConditioned):
         """What the layers made of blocks [..., W, D], as the output layer reads it: [..., K, D]."""
         return self.norm(hidden[..., self._places - self.config.depths :, :])
 
-    # Training.
-
     @property
     def drafts_blocks(self) -> bool:
         return True
@@ -325,7 +319,8 @@ class DFlash(TokenConditioned):
             return block_mask(at, begin, length, places, causal, window)
 
         masks = self._windows.masks(mask)
-        hidden = self._run(self._context(features), positions, block, of_block, masks)
+        text = self._context(features), positions
+        hidden = run_blocks(self.model, *text, block, of_block, masks, self._checkpointed)
         states = self._drafts(hidden.unflatten(1, (-1, places)))  # [B, A, K, D]
         states = states[where.gather(1, at)].transpose(0, 1)[:depths]  # [K, M, D]
         if self.independent:
@@ -334,39 +329,6 @@ class DFlash(TokenConditioned):
         ahead = place + torch.arange(1, len(states) + 1, device=row.device).unsqueeze(1)
         before = tokens[row, ahead.clamp(max=length - 1)]  # [K, M], the token before each draft
         return torch.cat([states, self._term(before, states)], -1)  # [K, M, D + r]
-
-    def _run(
-        self,
-        context: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        of_block: Tensor,
-        masks: Mask | dict[str, Mask],
-    ) -> Tensor:
-        """The layers on blocks [B, A * W, D] at positions `of_block`, behind the text's context.
-
-        Layer by layer, so that each may be computed again by itself in the backward pass.
-        """
-        angles = self.model.rotary_emb(hidden, of_block)
-        how = {"position_ids": of_block, "position_embeddings": angles}
-        types: Any = getattr(self.model.config, "layer_types", None)
-        for number, (keys, values) in enumerate(text_keys(self.model, context, positions)):
-            mask = masks[types[number]] if isinstance(masks, dict) else masks
-            run = partial(self._layer, number, how | {"attention_mask": mask})
-            if self._checkpointed:
-                hidden = checkpoint(run, hidden, keys, values, use_reentrant=False)
-            else:
-                hidden = run(hidden, keys, values)
-        return hidden
-
-    def _layer(
-        self, number: int, how: dict[str, Any], hidden: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """One layer, behind the text's keys and values."""
-        cache = DynamicCache()
-        cache.update(keys, values, number)
-        with attention_for(self.model, how["attention_mask"]):
-            return self.model.layers[number](hidden, **{CACHE: cache}, **how)
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.independent:

@@ -6,12 +6,17 @@ them, and the next round overwrites these.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
+from ..core import CACHE
 from .cached_layers import CachedLayers, DraftCache
+from .draft_attention import Mask, attention_for
 from .own_attention import turned
 
 
@@ -29,6 +34,46 @@ def text_keys(model: Any, context: Tensor, positions: Tensor) -> Iterator[tuple[
         keys = attention.k_norm(attention.k_proj(context).view(split)).transpose(1, 2)
         values = attention.v_proj(context).view(split).transpose(1, 2)
         yield turned(keys, cos, sin), values
+
+
+def run_blocks(
+    model: Any,
+    context: Tensor,
+    positions: Tensor,
+    blocks: Tensor,
+    of_blocks: Tensor,
+    masks: Mask | dict[str, Mask],
+    compute_again: bool,
+) -> Tensor:
+    """The layers of such a model on blocks [B, A · W, D], all behind one text, in training.
+
+    Args:
+        context, positions: of the text, see `text_keys`.
+        of_blocks: [B, A · W] int64, the blocks' own positions.
+        masks: see `block_mask`; one for each type of layer where some have a window.
+        compute_again: whether each layer is computed again by itself in the backward pass.
+    """
+    angles = model.rotary_emb(blocks, of_blocks)
+    types: Any = getattr(model.config, "layer_types", None)
+
+    def run(number: int, mask: Mask, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        cache = DynamicCache()
+        cache.update(keys, values, number)
+        with attention_for(model, mask):
+            return model.layers[number](
+                hidden, **{CACHE: cache}, attention_mask=mask,
+                position_ids=of_blocks, position_embeddings=angles,
+            )  # fmt: skip
+
+    hidden = blocks
+    for number, (keys, values) in enumerate(text_keys(model, context, positions)):
+        mask = masks[types[number]] if isinstance(masks, dict) else masks
+        layer = partial(run, number, mask)
+        if compute_again:
+            hidden = checkpoint(layer, hidden, keys, values, use_reentrant=False)
+        else:
+            hidden = layer(hidden, keys, values)
+    return hidden
 
 
 class ContextLayers(CachedLayers):
