@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import time
 import uuid
 from collections.abc import Awaitable
 from hmac import compare_digest
@@ -255,6 +256,7 @@ class _OneModel(ModelManager):
     def __init__(self, batcher: Batcher, name: str):
         super().__init__()
         self.force_model, self._batcher = name, batcher
+        self._created = int(time.time())  # when it was served first, as vLLM has it
         self.bounds = Bounds.of(batcher.model, batcher.tokenizer)
         self.vocabulary = batcher.model.config.get_text_config(decoder=True).vocab_size
 
@@ -266,7 +268,8 @@ class _OneModel(ModelManager):
         return model_id  # answers name it as requests do
 
     def get_gen_models(self, *given: Any) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [{"id": self.force_model, "object": "model", "owned_by": "headstart", "created": 0}]
+        told = {"id": self.force_model, "object": "model", "created": self._created}
+        return [told | {"owned_by": "headstart"}]
 
     def shutdown(self) -> None:
         pass

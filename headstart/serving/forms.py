@@ -10,6 +10,7 @@ from transformers.cli.serving.utils import get_response_template
 from headstart.infer import Grammar
 
 from .calls import form_of_calls, must_call
+from .reading import THOUGHTS
 from .shapes import wrong
 
 _OUTPUTS: dict[str, Callable[[Any], Grammar]] = {
@@ -20,8 +21,6 @@ _OUTPUTS: dict[str, Callable[[Any], Grammar]] = {
     "grammar": Grammar.lark,
 }
 _TEXTS = ("regex", "grammar")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""How response templates name what a model thinks."""
 
 _WANTED = "an object of the type text, json_object or json_schema"
 
@@ -107,7 +106,7 @@ def _output(asked: Any) -> Grammar:
 def thoughts_of(tokenizer: Any, model: Any) -> tuple[str, str] | None:
     """The texts between which a model thinks before it answers, if it is known to."""
     fields = (get_response_template(tokenizer, model) or {}).get("fields", {})
-    for name in _THOUGHTS:
+    for name in THOUGHTS:
         begin, end = (fields.get(name, {}).get(key) for key in ("open", "close"))
         if isinstance(begin, str) and isinstance(end, str):
             return begin, end

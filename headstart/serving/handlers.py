@@ -170,7 +170,7 @@ class _Ended(Handler):
             answer.body_iterator = _with_end(answer.body_iterator, self._before(request_id))
             return answer
         found = json.loads(bytes(answer.body))
-        found["usage"] |= self._of_prompt()
+        found["usage"] |= self._details()
         if self._asked.logprobs is not None:
             found["choices"][0]["logprobs"] = self._spelled(self._manager.told)
         return JSONResponse(found)
@@ -180,9 +180,12 @@ class _Ended(Handler):
         state: Any = self.generation_state
         return state.manager
 
-    def _of_prompt(self) -> dict[str, Any]:
-        """What a usage tells of the prompt's tokens."""
-        return {"prompt_tokens_details": {"cached_tokens": self._manager.cached}}
+    def _details(self) -> dict[str, Any]:
+        """What a usage tells of the tokens: how many were cached, and how many are of thoughts."""
+        found = {"prompt_tokens_details": {"cached_tokens": self._manager.cached}}
+        if self.asked_in == "messages":
+            found["completion_tokens_details"] = {"reasoning_tokens": self._manager.thoughts}
+        return found
 
     def _before(self, request_id: str) -> str:
         """What a stream begins with."""
@@ -197,7 +200,7 @@ class _Ended(Handler):
         chunk |= {"model": model, "choices": [{"index": 0, **choice}]}
         if usage is None:
             return _event(chunk)
-        told = {"usage": usage.model_dump(exclude_none=True) | self._of_prompt()}
+        told = {"usage": usage.model_dump(exclude_none=True) | self._details()}
         if self._usage_apart:
             return _event(chunk) + _event(chunk | {"choices": []} | told)
         return _event(chunk | told)

@@ -13,6 +13,9 @@ from transformers.cli.serving.utils import (
 )
 from transformers.utils.chat_parsing import ResponseParser
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""How response templates name what a model thinks."""
+
 _CALLS = "tool_calls"
 
 
@@ -42,7 +45,8 @@ class Reader(ResponseParser):
     _before = 0  # characters of the buffer before the answer
 
     def __init__(self, *given: Any, **options: Any):
-        self._text = list[tuple[int, int]]()  # where text begins and ends in the buffer
+        # Where text and thoughts begin and end in the buffer.
+        self._text, self._thoughts = list[tuple[int, int]](), list[tuple[int, int]]()
         super().__init__(*given, **options)
         self._before = len(self._buffer)
 
@@ -53,7 +57,14 @@ class Reader(ResponseParser):
 
     def is_text(self, at: int) -> bool:
         """Whether a character of the answer is text, rather than of thoughts, calls or marks."""
-        return any(begin <= at + self._before < end for begin, end in self._text)
+        return self._is_in(self._text, at)
+
+    def is_thought(self, at: int) -> bool:
+        """Whether a character of the answer is of thoughts."""
+        return self._is_in(self._thoughts, at)
+
+    def _is_in(self, parts: Sequence[tuple[int, int]], at: int) -> bool:
+        return any(begin <= at + self._before < end for begin, end in parts)
 
     def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         events = list[dict[str, Any]]()
@@ -62,7 +73,9 @@ class Reader(ResponseParser):
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         if self._current == "content":
-            self._text.append((self._pos, self._pos + len(text)))
+            _append(self._text, self._pos, self._pos + len(text))
+        elif self._current in THOUGHTS:
+            _append(self._thoughts, self._pos, self._pos + len(text))
         super()._accumulate(events, text)
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
@@ -77,12 +90,19 @@ class Reader(ResponseParser):
         except Exception:  # the target may have written anything
             del events[known:]
             text = self._buffer[self._begun : self._pos]
-            self._text.append((self._begun, self._pos))
+            _append(self._text, self._begun, self._pos)
             field = self._spec.fields.get(self._implicit_name or "")
             if field is not None and field.close_re is not None:
                 text = field.close_re.split(text, maxsplit=1)[0]  # without the end token
             events.append({"type": "region_chunk", "field": "content", "text": text})
             self._reset_to_implicit()
+
+
+def _append(parts: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Add a part, as one with the last if it follows it: else a long text would have thousands."""
+    if parts and parts[-1][1] == begin:
+        begin, _ = parts.pop()
+    parts.append((begin, end))
 
 
 def _checked(event: dict[str, Any]) -> list[dict[str, Any]]:

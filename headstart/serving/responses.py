@@ -85,4 +85,5 @@ class Responses(Handler, ResponseHandler):
     def _end(self, events: Events, prompt: int, written: int) -> str:
         usage, state = compute_usage(prompt, written), cast("Any", self.generation_state)
         usage.input_tokens_details.cached_tokens = state.manager.cached
+        usage.output_tokens_details.reasoning_tokens = state.manager.thoughts
         return events.end(usage.model_dump(exclude_none=True), self._is_cut(written))

@@ -86,12 +86,16 @@ def _added(usages: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     prompt = sum(each["prompt_tokens"] for each in of_prompts)
     cached = sum(each[details]["cached_tokens"] for each in of_prompts)
     written = sum(each["completion_tokens"] for each in usages)
-    return {
+    found = {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         details: {"cached_tokens": cached},
     }
+    if (details := "completion_tokens_details") in usages[0]:
+        thoughts = sum(each[details]["reasoning_tokens"] for each in usages)
+        found[details] = {"reasoning_tokens": thoughts}
+    return found
 
 
 async def merged_stream(streams: Sequence[Any], count: int, name: str) -> AsyncIterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers.cli.serving.utils import ReasoningText, response_events_to_chunks
@@ -47,9 +47,8 @@ class Cut(RoundStreamer):
         reader: tells text from thoughts and calls; without one all is text.
         log: where probabilities are asked for; of_text: whether they are those of the text alone.
         prompt: of the answer, if its text goes on from it.
+        ends: the tokens that end an answer, and are no part of it, nor of thoughts that they end.
 
-    Attributes:
-        total_tokens: of the answer so far.
     """
 
     def __init__(
@@ -62,16 +61,27 @@ class Cut(RoundStreamer):
         log: Log | None = None,
         prompt: Sequence[int] = (),
         of_text: bool = False,
+        ends: Collection[int] = (),
     ):
         self._texts = PieceReader(tokenizer, prompt, special=reader is not None)
         self._say, self._left, self._reader, self._log = say, left, reader, log
         self._until, self._kind, self._round = UntilStop(stops), str, list[Any]()
-        self._of_text = of_text and reader is not None
+        self._of_text, self._ends = of_text and reader is not None, ends
         self._begun, self._space = set[type](), ""  # kinds; what the last text may end with
-        self._first, self.total_tokens = True, 0
+        self._first, self._starts, self._length = True, list[int](), 0
         if reader is not None:  # what the prompt has begun of the answer
             self._take(reader.initial_events)
             reader.initial_events = []
+
+    @property
+    def total_tokens(self) -> int:
+        """Of the answer so far."""
+        return len(self._starts)
+
+    @property
+    def thought_tokens(self) -> int:
+        """Those of them that begin in thoughts, whose marks are none."""
+        return sum(map(self._reader.is_thought, self._starts)) if self._reader else 0
 
     def left(self) -> bool:
         return self._left.is_set()
@@ -108,8 +118,12 @@ class Cut(RoundStreamer):
 
     def _write(self, ids: list[int]) -> list[str]:
         """Take tokens; the text that each of them makes whole."""
-        self.total_tokens += len(ids)
-        texts = [_joined(self._texts.add([token], [0])) for token in ids]
+        texts = [
+            "" if token in self._ends else _joined(self._texts.add([token], [0])) for token in ids
+        ]
+        for text in texts:
+            self._starts.append(self._length)
+            self._length += len(text)
         self._read("".join(texts))
         return texts
 

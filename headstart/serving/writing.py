@@ -203,11 +203,13 @@ class Manager(GenerateManager):
 
     Attributes:
         told: the tokens of an answer that is not streamed, if their probabilities are asked for.
-        cached: so many tokens of the prompt were not run; known once the answer has ended.
+        cached: so many tokens of the prompt were not run; thoughts: so many of the answer are of
+            thoughts; both known once the answer has ended.
     """
 
     def __init__(self, writer: Writer, loop: asyncio.AbstractEventLoop):
-        self.pieces, self.told, self.cached = Pieces(), list[Told](), 0
+        self.pieces, self.told = Pieces(), list[Told]()
+        self.cached = self.thoughts = 0
         self._writer, self._loop, self._left = writer, loop, threading.Event()
         _lefts.add(self._left)
 
@@ -274,28 +276,32 @@ class Manager(GenerateManager):
         self._writer.limit(inputs, config)
         asked, prompt = asked_of(config), inputs["input_ids"]
         reader, log, criteria = None, None, list[AtStop]()
+        ends = self._writer.ends(config)
         before = prompt[0].tolist() if asked.continues else []
         if not asked.continues:
             reader = reader_of(processor, model, prompt, asked.tools)
         if asked.logprobs is not None:
-            log = Log(asked.stops, self._writer.ends(config))
+            log = Log(asked.stops, ends)
         if asked.stops:
             context = context_of(processor, before)
             criteria = [AtStop(processor, asked.stops, prompt.shape[-1], context)]
-        streamer = Cut(processor, say, self._left, reader, asked.stops, log, before, asked.of_text)
+        streamer = Cut(
+            processor, say, self._left, reader, asked.stops, log, before, asked.of_text, ends
+        )
 
         def run() -> Any:
             with self._writer.metrics.request(prompt.shape[-1], streamer) as watched:
                 text = self._writer.generate(
                     **inputs, generation_config=config, stopping_criteria=criteria, streamer=watched
                 )
-                ended = int(text[0, -1]) in self._writer.ends(config)
+                ended = int(text[0, -1]) in ends
                 if ended or any(bool(each(text, None)) for each in criteria):
                     # Handlers take an answer of that length for one that was cut.
                     config.max_new_tokens = None
                 watched.reason = "stop" if config.max_new_tokens is None else "length"
                 watched.stats, watched.written = self._writer.stats, text.shape[-1] - len(prompt[0])
                 self.cached = watched.stats.kept_tokens
+                self.thoughts = streamer.thought_tokens
             return text
 
         return streamer, run

@@ -181,6 +181,30 @@ def test_probabilities_of_the_text_alone(size: int) -> None:
     assert not any(getattr(item, "told", ()) for item in said if isinstance(item, ReasoningText))
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_end_token_is_no_thought(client: Any, stream: bool) -> None:
+    assert chat(client, "<think>so", stream) == ("", "so", [], "stop")
+
+
+def test_usage_tells_how_many_tokens_are_of_thoughts(client: Any) -> None:
+    """Their marks do not count."""
+    asked: dict[str, Any] = {"model": "talker"}
+    for text, count in ((f"a<think>so it</think>b{ONE}", 5), ("ab", 0), ("<think>so", 2)):
+        chat = asked | {"messages": [{"role": "user", "content": text}]}
+        found = client.chat.completions.create(**chat).usage
+        assert found.completion_tokens_details.reasoning_tokens == count
+        *_, last = client.chat.completions.create(**chat, stream=True)
+        assert last.usage == found
+        found = client.chat.completions.create(**chat, n=3).usage
+        assert found.completion_tokens_details.reasoning_tokens == 3 * count
+        *_, last = client.chat.completions.create(**chat, n=3, stream=True)
+        assert last.usage == found
+        found = client.responses.create(**asked, input=text).usage
+        assert found.output_tokens_details.reasoning_tokens == count
+        *_, last = client.responses.create(**asked, input=text, stream=True)
+        assert last.response.usage == found
+
+
 def test_several_calls_may_stand_in_one_region() -> None:
     each = {"name": "{name}", "arguments": "{arguments}"}
     calls = CALLS | {"transform": {"function": each}, "transform_each": True, "repeats": False}
