@@ -222,6 +222,8 @@ async def _while_there(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.wait((waited, left), return_when=asyncio.FIRST_COMPLETED)
         if not waited.done():
             waited.cancel()
+            # Else asyncio prints that nobody asked how it ended.
+            await asyncio.gather(waited, return_exceptions=True)
             raise Left
         return waited.result()
     finally:

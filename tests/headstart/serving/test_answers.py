@@ -1,6 +1,7 @@
 """Answers without their stop strings, errors in the protocol's form, and clients that leave."""
 
 import asyncio
+import gc
 import gzip
 import http.client
 import json
@@ -403,7 +404,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_an_answer_ends_when_its_client_leaves(stream: bool) -> None:
+def test_an_answer_ends_when_its_client_leaves(stream: bool, caplog: Any) -> None:
     batcher = Scripted(lambda written: time.sleep(0.05))
     with served(batcher) as client:
         connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=WAIT)
@@ -413,6 +414,8 @@ def test_an_answer_ends_when_its_client_leaves(stream: bool) -> None:
         assert batcher.began.wait(WAIT) and not batcher.left.wait(0.5)
         connection.close()
         assert batcher.left.wait(WAIT)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux")
