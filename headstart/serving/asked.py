@@ -27,6 +27,7 @@ _TEMPLATE = "give chat_template_kwargs, if the model's template has a setting fo
 _TEXT_ALONE = "leave it out: text alone is written"
 _NONE_KEPT = "send the whole conversation: none is kept"
 _CALLS = "leave it out: the model decides how many functions it calls"
+_STREAM = ("include_usage", "include_obfuscation")  # the latter for the network's sake alone
 _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     # what of it asks for nothing, and what to do in place of it
     "best_of": (lambda n: n == 1, "leave it out: n answers are written, and all are returned"),
@@ -47,6 +48,10 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "context_management": (lambda of: not of, _NONE_KEPT),
     "moderation": (lambda of: not of, "leave it out: nothing is moderated"),
     "background": (lambda of: of is False, "leave it out: the answer is sent when it is written"),
+    "stream_options": (
+        lambda of: all(name in _STREAM and type(asked) is bool for name, asked in of.items()),
+        "give include_usage, true or false: the usage is told once, at the end",
+    ),
     "truncation": (lambda of: of == "disabled", "shorten the prompt yourself"),
 }
 _OTHER_NAMES = {

@@ -19,6 +19,7 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "stream": (bool, "true or false"),
     "echo": (bool, "true or false"),
     "stream_options": (dict, "an object"),
+    "parallel_tool_calls": (bool, "true or false"),
     "seed": (int, "a whole number"),
     "logit_bias": (dict, "an object with a number for each token id"),
     "chat_template_kwargs": (dict, "an object"),

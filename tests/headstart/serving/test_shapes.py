@@ -49,6 +49,10 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
         ({"prompt": "a", "stop": ["b"] * 65}, "stop has 65 texts; expected at most 64"),
         ({"prompt": "a", "seed": [1]}, "seed is .1.; expected a whole number"),
         ({"prompt": "a", "seed": 1 << 63}, "at most 64 bits"),
+        (
+            {"messages": [], "parallel_tool_calls": "no"},
+            "parallel_tool_calls is 'no'; expected true",
+        ),
         ({"prompt": "a", "stream": "yes"}, "stream is 'yes'; expected true or false"),
         ({"messages": [USER], "logit_bias": []}, "logit_bias is .*; expected an object"),
         ({"messages": [USER], "logit_bias": {"x": 1}}, "token ids as its keys"),
