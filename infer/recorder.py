@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 """A chat: each message with `role` and `content`."""
 
-_SAMPLING = ("temperature", "top_p", "top_k")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+"""With the values that change nothing."""
 
 
 class Recorder:
@@ -39,7 +41,8 @@ class Recorder:
     A line is a JSON object that `corpus.source` and `headstart adapt` read: the text (`prompt` and
     `completion`, or the chat's `messages`), the tokens as they were decoded (`prompt_token_ids`,
     `token_ids`), the target's name and fingerprint (`model`, `target_fingerprint`), the settings
-    (`sampling`, where temperature 0 is greedy, and `max_new_tokens`), `tau`, and the `time`.
+    (`sampling`, where temperature 0 is greedy, `grammar` says that there was one, and penalties are
+    those that changed something; and `max_new_tokens`), `tau`, and the `time`.
 
     The file holds what users ask and are told, unencrypted. It is made readable for its owner
     alone, and only grows. Lines are written after a request has ended, each whole or not at all;
@@ -138,7 +141,10 @@ class Recorder:
             line = {"messages": [*chat, {"role": "assistant", "content": said}]}
         settings = {name: value for name in _SAMPLING if (value := setting(name)) is not None}
         line |= {"prompt_token_ids": prompt, "token_ids": answer, **self._model}
-        line["sampling"] = settings if setting("do_sample") else {"temperature": 0}
+        settings = settings if setting("do_sample") else {"temperature": 0}
+        found = {name: setting(name) for name in _PENALTIES}
+        settings |= {name: v for name, v in found.items() if v not in (None, _PENALTIES[name])}
+        line["sampling"] = settings | ({"grammar": True} if setting("grammar") else {})
         line["max_new_tokens"] = setting("max_new_tokens")
         line["tau"] = tau and round(tau, 4)
         line["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

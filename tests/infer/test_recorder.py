@@ -14,7 +14,7 @@ import torch
 import headstart
 from headstart.cli import main
 from headstart.heads import OptionError, fingerprint, load_drafter
-from headstart.infer import Recorder, Speculator
+from headstart.infer import Grammar, Recorder, Speculator
 from headstart.train.data.parsing import parse_row
 from tests.support.bytewise import save_target
 from tests.support.chats import CHATML, chat_tokenizer
@@ -140,6 +140,20 @@ def test_a_speculator_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has no tokenizer"):
         Recorder(tmp_path / "traffic.jsonl", Speculator(speculator_of().model))
     assert not (tmp_path / "traffic.jsonl").exists()
+
+
+def test_a_line_tells_penalties_and_that_there_was_a_form(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    recorder = Recorder(tmp_path / "traffic.jsonl", speculator := speculator_of())
+    ids = batch(speculator, ["who?"])
+    how = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.0}
+    recorder.generate(**ids, max_new_tokens=5, **how)
+    warm = {"do_sample": True, "temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.0}
+    recorder.generate(**ids, max_new_tokens=5, **warm, grammar=Grammar.choice(["abc"]))
+    greedy, sampled = (line["sampling"] for line in lines(recorder.path))
+    assert greedy == {"temperature": 0, "repetition_penalty": 1.5, "presence_penalty": 0.5}
+    assert sampled.items() >= {"temperature": 0.7, "min_p": 0.1, "grammar": True}.items()
+    assert not sampled.keys() & how.keys()
 
 
 def test_generate_and_chat_record(
