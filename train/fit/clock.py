@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from headstart.infer.measure.progress import progress_bar
 
@@ -82,6 +83,7 @@ class Clock(TrainerCallback):
         if state.global_step:  # resumed
             self.start(self.seconds)  # what was prepared again is counted once
             self.read(state.global_step, self.seconds)
+            control.should_training_stop = self.share >= 1.0  # it was killed after its last step
             # The optimizer's state has the next rate of the schedule that it was saved under: 0
             # where that had ended, and this one goes on.
             schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # as engines wrap it
@@ -94,6 +96,16 @@ class Clock(TrainerCallback):
         if self.share >= 1.0:
             control.should_training_stop = control.should_log = True
             control.should_evaluate = control.should_save = True
+
+
+class StepEnd(TrainerCallback):
+    """Calls `act` after each step, before the callbacks that follow it in the trainer's list."""
+
+    def __init__(self, act: Callable[[TrainerControl], None]):
+        self.act = act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.act(control)
 
 
 class Progress(TrainerCallback):

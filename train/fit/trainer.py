@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
@@ -57,7 +57,7 @@ from .checkpoints import (
     read_checkpoint,
     whole_checkpoints,
 )
-from .clock import Clock, Progress
+from .clock import Clock, Progress, StepEnd
 from .epochs import NextEpoch, make_batches, steps_of
 from .feature_files import FeatureFolder
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
@@ -124,7 +124,7 @@ class DrafterTrainer(Trainer):
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
             callbacks=[
-                _StepEnd(self),
+                StepEnd(self.end_step),
                 self.metrics,
                 self.revalidation,
                 self.clock,
@@ -274,6 +274,11 @@ class DrafterTrainer(Trainer):
         workers, pin = self.spec.dataloader_workers, self.args.dataloader_pin_memory
         return batch_loader(self.rows, self.batches, workers, pin)
 
+    def _run_epoch(self, **epoch: Any) -> None:  # type: ignore[override]
+        """Not where a resumed run has nothing left to do: the loop would take one more step."""
+        if not self.control.should_training_stop:
+            super()._run_epoch(**epoch)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor]:
@@ -388,13 +393,3 @@ class DrafterTrainer(Trainer):
         if not self.stopped:
             assert self.state.best_model_checkpoint is not None
             self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-
-class _StepEnd(TrainerCallback):
-    """Calls the trainer's `end_step`, before the other callbacks act on what it finds."""
-
-    def __init__(self, trainer: DrafterTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.end_step(control)

@@ -215,6 +215,25 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert trainer(tmp_path).fit()["steps"] == 12
 
 
+@pytest.mark.parametrize("bound", [None, 1000.0])
+def test_a_run_that_was_killed_after_its_last_step_takes_no_other(
+    tmp_path: Path, bound: float | None
+) -> None:
+    """In the middle of an epoch, which has two steps."""
+    spec = replace(SPEC, max_steps=7, max_seconds=bound)
+    report = trainer(tmp_path, spec).fit()
+    last = last_checkpoint(tmp_path)
+    assert last is not None and last.name == "checkpoint-7"
+    if bound is not None:  # its time was up then
+        spent = json.loads((last / "complete.json").read_text()) | {"seconds": bound}
+        (last / "complete.json").write_text(json.dumps(spent))
+        spec = replace(spec, max_steps=12)
+    again = trainer(tmp_path, spec)
+    found = again.fit()
+    assert found["steps"] == report["steps"] == 7 and last_checkpoint(tmp_path) == last
+    assert found["train_loss"] == report["train_loss"] and found["tau"] == report["tau"]
+
+
 def test_the_best_decoding_checkpoint_is_taken(tmp_path: Path) -> None:
     taus = iter([1.5, 2.5, 2.0])
     seen = []
