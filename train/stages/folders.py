@@ -117,7 +117,7 @@ def make_current(folder: Path, name: str) -> Path:
         return folder
     if plain.is_dir() and not plain.is_symlink():
         _step_aside(plain)
-    link = plain.with_name(f".{name}.{os.getpid()}.link")
+    link = plain.with_name(f".{name}.link")
     link.unlink(missing_ok=True)
     try:
         link.symlink_to(folder.name, target_is_directory=True)

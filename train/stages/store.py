@@ -136,6 +136,8 @@ class StageStore:
             wait_for_all()
             stage = Stage(name, folder, os.urandom(16).hex(), seconds, info, reused=False)
             if is_process_0():
+                for left in folder.rglob(".*.tmp"):  # what a process that was killed had begun
+                    left.unlink()
                 record = {
                     "name": name, "id": stage.id, "fingerprint": fingerprint,
                     "settings": dict(settings), "reads": ids, "seconds": seconds, "info": info,
@@ -167,9 +169,11 @@ class StageStore:
             path = root / folder_name(name, fingerprint, number)
             folder = StageFolder(path)
             if path.exists():
-                if folder.record is not None or (path / RECORD).exists() or folder.begun != begun:
-                    continue  # finished, damaged, or begun otherwise: it stays
-                if resumable and not anew:
+                finished = folder.record is not None or (path / RECORD).exists()
+                if finished or folder.begun not in (begun, {}):
+                    continue  # or damaged, or begun otherwise: it stays
+                # Without any word of what was begun, a kill came as it was made, or removed.
+                if folder.begun and resumable and not anew:
                     logger.info("stage %s: going on in %s", name, path)
                     return path, None
                 remove(path)

@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headstart.train.stages import folders
 from headstart.train.stages import lock as run_lock
 from headstart.train.stages.folders import (
+    BEGUN,
     RECORD,
     StageError,
     removable,
@@ -257,6 +259,51 @@ def test_a_kill_loses_no_finished_stage(tmp_path: Path) -> None:
     first, second = Work(), Work()
     a, b = two(tmp_path, first, second)
     assert a.reused and not b.reused and (first.ran, second.ran) == (0, 1)
+
+
+def test_a_kill_leaves_no_file_behind_that_was_half_written(tmp_path: Path) -> None:
+    def cut(folder: Path) -> None:
+        (folder / "shards").mkdir()
+        (folder / "shards" / ".train-0.npy.1a2b3c4d.tmp").touch()
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        one(tmp_path, "a", {}, cut, resumable=True)
+    stage = one(tmp_path, "a", {}, Work(), resumable=True)
+    assert sorted(path.name for path in stage.folder.iterdir() if path.is_file()) == [
+        BEGUN, "result", RECORD,
+    ]  # fmt: skip
+    assert not list((stage.folder / "shards").iterdir())
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_folder_that_a_kill_left_without_a_beginning_is_used(
+    tmp_path: Path, resumable: bool
+) -> None:
+    stage = one(tmp_path, "a", {}, Work())
+    for path in stage.folder.iterdir():
+        path.unlink()
+    (stage.folder / f".{BEGUN}.1.tmp").touch()
+    again = one(tmp_path, "a", {}, Work(), resumable=resumable)
+    assert again.folder == stage.folder and not again.reused
+    assert len(list(tmp_path.glob("a-*"))) == 1
+
+
+def test_a_kill_before_the_plain_name_is_set_leaves_no_link_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(link: Path, plain: Path) -> None:
+        raise SystemExit
+
+    stage = one(tmp_path, "a", {}, Work()).folder
+    (tmp_path / "a").unlink()
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(folders.os, "replace", killed)
+        folders.make_current(stage, "a")
+    monkeypatch.setattr(folders.os, "getpid", lambda: 1)  # of another process
+    folders.make_current(stage, "a")
+    assert (tmp_path / "a").resolve() == stage.resolve()
+    assert [p.name for p in tmp_path.iterdir() if p.is_symlink()] == ["a"]
 
 
 def write_bytes(folder: Path) -> None:
