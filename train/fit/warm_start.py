@@ -7,15 +7,24 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from transformers import AutoConfig
 
 from headstart.heads import OptionError, TrainableDrafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
+from headstart.heads.core import load_pretrained
+from headstart.heads.declared.pard import PARALLEL
 from headstart.heads.families import with_article
 
 from ..recipe import DrafterSpec
 
-_LIKE = ("feature_layers", "layer", "norm_before_residual", "norm_output")
+_LIKE = ("feature_layers", "layer", "mask_token_id", "norm_before_residual", "norm_output")
 """Settings of a config that weights were trained for, though their shapes do not show them."""
+
+_LIKE_MODELS = (
+    "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rope_parameters", "layer_types", "sliding_window", PARALLEL,
+)  # fmt: skip
+"""The same of language models."""
 
 
 def going_on(drafter: DrafterSpec, before: str) -> tuple[DrafterSpec, str | None]:
@@ -64,8 +73,7 @@ def start_from(name: str, drafter: TrainableDrafter) -> str:
         theirs, mine = (some.get(key, "nothing") for some in shapes)
         if theirs != mine:
             raise _unlike(name, f"has {theirs} at {key}", f"{mine}, as the recipe's drafter has")
-    if not drafter.saved_as_language_model:
-        _take_settings(name, drafter, source)
+    _take_settings(name, drafter, source)
     if drafter.device.type != "meta":  # which only shows whether they fit
         with torch.no_grad():
             drafter.load_state_dict(found)
@@ -74,13 +82,21 @@ def start_from(name: str, drafter: TrainableDrafter) -> str:
 
 def _take_settings(name: str, drafter: TrainableDrafter, source: DrafterSource) -> None:
     """Compare what the head was trained with; take over what belongs to its weights."""
-    theirs: Any = type(drafter).config_class.from_pretrained(source.folder)  # type: ignore[union-attr]
+    theirs: Any
     mine: Any = drafter.config
-    for key in _LIKE:
+    if drafter.saved_as_language_model:
+        theirs, mine = load_pretrained(AutoConfig, source.folder), drafter.model.config  # type: ignore[union-attr]
+    else:
+        theirs = type(drafter).config_class.from_pretrained(source.folder)  # type: ignore[union-attr]
+    for key in _LIKE_MODELS if drafter.saved_as_language_model else _LIKE:
         one, two = (getattr(config, key, None) for config in (theirs, mine))
         one, two = (list(v) if isinstance(v, tuple) else v for v in (one, two))
-        if one != two:
-            raise _unlike(name, f"has {key} {one}", f"{two}, as the recipe's drafter has")
+        if one == two:
+            continue
+        if isinstance(one, dict) and isinstance(two, dict):  # what they share would hide the rest
+            other = [part for part in sorted({*one, *two}) if one.get(part) != two.get(part)]
+            one, two = ({part: each.get(part) for part in other} for each in (one, two))
+        raise _unlike(name, f"has {key} {one}", f"{two}, as the recipe's drafter has")
     if hasattr(mine, "embedding_scale"):  # Hydra's, found when its training started
         mine.embedding_scale = theirs.embedding_scale
 

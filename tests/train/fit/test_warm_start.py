@@ -14,7 +14,11 @@ from tests.support.tiny import VOCAB, one_line, tiny
 
 
 def head(name: str, target: str = "llama", **options: Any) -> TrainableDrafter:
-    model, kind = tiny(target), family(name)
+    return head_of(name, tiny(target), **options)
+
+
+def head_of(name: str, model: Any, **options: Any) -> TrainableDrafter:
+    kind = family(name)
     config: Any = kind.config_class
     made = kind(config.for_target(model, **{**FAMILIES[name].small, **options})).double()
     made.bind(model)
@@ -24,8 +28,7 @@ def head(name: str, target: str = "llama", **options: Any) -> TrainableDrafter:
 
 
 def saved(made: TrainableDrafter, folder: Path) -> str:
-    name = "draft_model" if made.saved_as_language_model else made.config.family_name()
-    manifest = Manifest(name, "tiny", fingerprint(made.target))
+    manifest = Manifest(made.config.family_name(), "tiny", fingerprint(made.target))
     return str(save_drafter(made, folder / "head", manifest, "# card\n"))
 
 
@@ -80,6 +83,29 @@ def test_other_features_are_refused(tmp_path: Path) -> None:
     place = saved(head("eagle3", feature_layers=[0, 1, 1]), tmp_path)
     with pytest.raises(OptionError, match=r"feature_layers \[0, 1, 1\], expected \[1, 0, 1\]"):
         start_from(place, head("eagle3", feature_layers=[1, 0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("dflash", {}), ("eagle3", {}), ("pard", {"layers": 1})]
+)
+def test_another_mask_token_is_refused(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    place = saved(head(name, mask_token_id=7, **options), tmp_path)
+    assert start_from(place, head(name, mask_token_id=7, **options)) == place
+    with pytest.raises(OptionError, match=r"has (mask_token_id|pard_token) 7, expected 8"):
+        start_from(place, head(name, mask_token_id=8, **options))
+
+
+@pytest.mark.parametrize("name", ["draft_model", "pard", "mtp", "eagle"])
+def test_layers_that_attend_otherwise_are_refused(name: str, tmp_path: Path) -> None:
+    """By a line that names only what differs: the shapes of all weights are the same."""
+    place = saved(head(name), tmp_path)
+    target = tiny("llama")
+    config = type(target.config)(**target.config.to_dict() | {"num_attention_heads": 8})
+    config.num_key_value_heads, config.head_dim = 4, config.head_dim // 2
+    other = head_of(name, type(target)(config).double().eval())
+    with pytest.raises(OptionError, match="num_attention_heads") as caught:
+        start_from(place, other)
+    assert "hidden_size" not in str(caught.value) and len(one_line(caught.value)) < 400
 
 
 def test_a_plain_language_model_is_no_head(tmp_path: Path) -> None:
