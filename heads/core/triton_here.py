@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 
 _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_SIZE = 256
+_LEAST = (8, 0)
+"""The compute capability that Triton supports from. It compiles for 7.5 as well, but attention then
+spills 30 kB of registers for each thread."""
 
 
 def has_triton(tensor: torch.Tensor) -> bool:
@@ -30,6 +33,9 @@ def no_triton(device: torch.device) -> str | None:
         return f"its kernel runs on CUDA, and the keys are on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "its kernel needs triton, which is not installed"
+    if (found := torch.cuda.get_device_capability(device)) < _LEAST:
+        least, found = (".".join(map(str, each)) for each in (_LEAST, found))
+        return f"its kernel needs a GPU of compute capability {least}, found {found}"
     try:
         from .kernels import move_path
 

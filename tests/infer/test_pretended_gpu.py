@@ -200,6 +200,17 @@ def test_without_a_c_compiler_torch_does_what_kernels_would(
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 
+def test_on_older_gpus_torch_does_what_kernels_would(
+    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    ours = Speculator(*placed("medusa"), tree=TREES[1])
+    assert torch.equal(write(ours), write(on_cpu("medusa", tree=TREES[1])))
+    said = "its kernel needs a GPU of compute capability 8.0, found 7.5"
+    assert ours.target.shapes[0].no_kernel == said and not ours.target.windows.tree
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
 @pytest.mark.parametrize("name", ["draft_model", "eagle", "mtp", "dflash", "pard"])
 def test_layers_of_drafters_are_fused(
     name: str, gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
