@@ -56,6 +56,14 @@ def cannot_be_written(engine: str, reason: str, remedy: str) -> ArtifactError:
     return ArtifactError(f"{engine} cannot run this drafter: {reason}; {remedy}.")
 
 
+def refuse_trimmed(drafter: Any, engine: str, remedy: str) -> None:
+    """An ArtifactError for a trimmed vocabulary, in a format that has none."""
+    own = drafter.config
+    if own.draft_vocab_size:
+        what = f"it knows {own.output_size:,} of {own.vocab_size:,} tokens"
+        raise cannot_be_written(engine, what, remedy)
+
+
 def other_activation(layer: Mapping[str, Any]) -> str:
     """How a layer's MLP differs from those of the engines, which know SiLU alone; empty if not."""
     name = layer.get("hidden_act", "silu")

@@ -133,10 +133,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known |= {name: said[name] for name in _DFLASH2_SAYS if said.get(name) is not None}
     if (scale := said.get("input_embedding_scale")) is not None:
         known["input_embedding_scale"] = float(scale)  # see `check_embedding_scale`
-    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
-    if offsets is not None and (ids := read_vocabulary(offsets, mask, vocabulary)) is not None:
-        found["vocabulary"] = ids
-        known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
+    if trimmed := read_vocabulary(found, vocabulary):
+        known |= trimmed
     elif "lm_head.weight" in found:
         known["output"] = "own"  # unless it is the target's, see `Drafter.completed`
     if "embed_tokens.weight" in found:
@@ -230,8 +228,8 @@ def _write(drafter: Any, form: str) -> Checkpoint:
     config["dflash_config"] |= {name: getattr(own, name) for name in said}
     config["dflash_config"] |= _scale(drafter, form, form != "vllm" or second)
     tensors = _written(drafter)
-    if (ids := tensors.pop("vocabulary", None)) is not None:
-        tensors |= write_vocabulary(ids, own.vocab_size)
+    write_vocabulary(tensors, own.vocab_size)
+    if own.output == "trimmed":
         config["draft_vocab_size"] = own.output_size
     return Checkpoint(config, _books_renamed(tensors) if second else tensors)
 
@@ -257,8 +255,7 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
     _check_embedding(own, form)
     _check_parts(drafter, form)
     _check_causal(own, "speculators")
-    if (ids := tensors.pop("vocabulary", None)) is not None:
-        tensors |= write_vocabulary(ids, own.vocab_size)
+    write_vocabulary(tensors, own.vocab_size)
     kind = "dspark" if own.markov_rank else "dflash2" if second else "dflash"
     config = speculators_config(drafter, kind, llama_config(drafter, own.layer)) | {
         "architectures": [_SPECULATORS[kind]],

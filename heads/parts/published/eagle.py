@@ -16,7 +16,7 @@ from ...checkpoint import Found
 from ...core import FINAL, ArtifactError
 from .layer_ids import read_layer_ids
 from .layers import layer_config, read_layers, share_of
-from .vocabulary import read_vocabulary
+from .vocabulary import put_vocabulary, read_vocabulary
 
 _LAYERS, _FIRST = "model.layers.", "model.layers.0."
 AUTHORS_1, AUTHORS_3 = {_LAYERS: "layers."}, {_FIRST: "midlayer.", _LAYERS: "layers."}
@@ -51,8 +51,7 @@ def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if _OUTPUT in found:
         known["output"] = "own"
     if (ids := found.pop(HOT, None)) is not None:
-        found["vocabulary"] = ids
-        known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
+        known |= put_vocabulary(found, ids)
     return known | {"bias": "fc.bias" in found}, found
 
 
@@ -68,7 +67,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         found["fc.weight"] = torch.eye(len(found["norm.weight"]), dtype=found["norm.weight"].dtype)
     if _widths(found)[1] != 2:
         return None
-    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    mask = found.get("t2d")
     size = layer_config(config).get("vocab_size") if mask is None else len(mask)
     known = _known(config, found, size) | _norms(config, found) | _parallel(config, found)
     known["layers"] = known["layer"].get("num_hidden_layers", 1)
@@ -82,10 +81,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known["hidden_size"] = read // (len(layers) or 3)
     if layers:
         known["feature_layers"] = layers
-    if offsets is not None and (ids := read_vocabulary(offsets, mask, size)) is not None:
-        found["vocabulary"] = ids
-        known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
-    return known, found
+    return known | read_vocabulary(found, size), found
 
 
 def _reads_final_state(config: dict[str, Any], found: dict[str, Tensor]) -> bool:

@@ -13,6 +13,7 @@ from .checkpoint import (
     cannot_be_written,
     llama_config,
     other_activation,
+    refuse_trimmed,
     scaled_embeddings,
     speculators_config,
     turns_a_share,
@@ -132,10 +133,7 @@ def _hot_tokens(drafter: Any, tensors: dict[str, Tensor], form: str) -> tuple[in
     """
     own = drafter.config
     if form != "sglang":
-        raise cannot_be_written(
-            form, f"it knows {own.output_size:,} of {own.vocab_size:,} tokens",
-            "export the drafter it was trimmed from, or to sglang",
-        )  # fmt: skip
+        refuse_trimmed(drafter, form, "export the drafter it was trimmed from, or to sglang")
     ids, rows = tensors.pop("vocabulary"), tensors.pop("lm_head.weight")
     whole = output_rows(drafter.target)
     theirs = whole[ids.to(whole.device)].to(rows)
@@ -171,9 +169,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         (layer.get("attention_bias"), "its attention has biases", new),
         *_special(drafter, new),
     ])  # fmt: skip
-    ids = tensors.pop("vocabulary", None)
-    if ids is not None:
-        tensors |= write_vocabulary(ids, own.vocab_size)
+    write_vocabulary(tensors, own.vocab_size)
     config = llama_config(drafter, layer)
     if count != 3 and not final:
         config["num_aux_hidden_states"] = count

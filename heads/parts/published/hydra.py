@@ -14,7 +14,7 @@ from torch import Tensor
 from ...checkpoint import Found
 from ...core import ArtifactError, output_rows
 from ..own_layers import like_published
-from .checkpoint import Checkpoint, cannot_be_written
+from .checkpoint import Checkpoint, cannot_be_written, refuse_trimmed
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
 _OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
@@ -75,11 +75,7 @@ def _write_hydra(drafter: Any) -> Checkpoint:
             "the authors' code", "its prefix layer has other settings than its target's layers",
             "train it again: a new one has the target's",
         )  # fmt: skip
-    if own.draft_vocab_size:
-        raise cannot_be_written(
-            "the authors' code", f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
-            "train it with drafter.output=own or shared",
-        )  # fmt: skip
+    refuse_trimmed(drafter, "the authors' code", "train it with drafter.output=own or shared")
     step, first = (2, 1) if own.prefix else (1, 0)
     tensors: dict[str, Tensor] = {}
     for head, block in product(range(own.heads), range(own.layers)):

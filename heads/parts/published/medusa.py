@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...checkpoint import Found
 from ...core import ArtifactError, output_rows
-from .checkpoint import Checkpoint, cannot_be_written
+from .checkpoint import Checkpoint, cannot_be_written, refuse_trimmed
+from .vocabulary import put_vocabulary
 
 _INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
 
@@ -101,8 +102,8 @@ def _trim(config: dict[str, Any], stacked: dict[str, Tensor], ids: Tensor) -> di
     """Keep the rows of vLLM's `token_map` [Vd], in ascending order; returns the config's fields."""
     order = ids.argsort()
     rows = order if stacked["output"].shape[1] == len(ids) else ids[order]
-    stacked |= {"output": stacked["output"][:, rows], "vocabulary": ids[order]}
-    known: dict[str, Any] = {"output": "trimmed", "draft_vocab_size": len(ids)}
+    stacked["output"] = stacked["output"][:, rows]
+    known = put_vocabulary(stacked, ids[order])
     return known | {"vocab_size": config.get("vocab_size", int(ids.max()) + 1)}
 
 
@@ -114,12 +115,8 @@ def _write(drafter: Any, form: str) -> Checkpoint:
             form, "its target was adapted together with it",
             "write both with headstart merge, and export what that writes",
         )  # fmt: skip
-    if own.draft_vocab_size:  # vLLM has a field for it, and fails to load such a checkpoint
-        raise cannot_be_written(
-            form, f"it knows {own.draft_vocab_size:,} of {own.vocab_size:,} tokens",
-            "export the drafter that it was trimmed from, or train one with drafter.output=own or "
-            "shared",
-        )  # fmt: skip
+    remedy = "export the drafter that it was trimmed from, or train one with drafter.output=own"
+    refuse_trimmed(drafter, form, f"{remedy} or shared")  # vLLM has a field for it, and fails
     layout = _VLLM if form == "vllm" else _AUTHORS
     alike = (torch.equal(block, found[p][0]) for p in ("weight", "bias") for block in found[p])
     if layout is _AUTHORS and not all(alike):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...checkpoint import Found
 from ...core import ArtifactError
-from .checkpoint import Checkpoint, cannot_be_written
+from .checkpoint import Checkpoint, cannot_be_written, refuse_trimmed
 
 _TYPE, _PREFIX = "mlp_speculator", "speculator."
 _FIRST = ("emb.0.weight", "emb.0.0.weight", "forget_emb.0.weight")
@@ -116,11 +116,7 @@ def _once(found: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 def _write(drafter: Any, form: str) -> Checkpoint:
     """A drafter for its authors' code, or for vLLM with the plugin Arctic Inference."""
     own = drafter.config
-    if own.draft_vocab_size:
-        raise cannot_be_written(
-            form, f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
-            "train it with drafter.output=own",
-        )  # fmt: skip
+    refuse_trimmed(drafter, form, "train it with drafter.output=own")
     lstm, found = own.cell == "lstm", dict(drafter.state_dict())
     if lstm and own.heads == 1:
         raise cannot_be_written(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checkpoint import Found
 from ...core import ArtifactError
-from .checkpoint import Checkpoint, cannot_be_written
+from .checkpoint import Checkpoint, refuse_trimmed
 
 _TYPE = "recurrent_drafting_drafter"
 
@@ -32,11 +32,7 @@ def redrafter(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | Non
 
 def _write(drafter: Any) -> Checkpoint:
     own = drafter.config
-    if own.draft_vocab_size:
-        raise cannot_be_written(
-            "the authors' code", f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
-            "train it with drafter.output=own",
-        )  # fmt: skip
+    refuse_trimmed(drafter, "the authors' code", "train it with drafter.output=own")
     config = {
         "model_type": _TYPE, "architectures": ["Drafter"], "rnn": own.rnn,
         "num_lookback_tokens": -1,

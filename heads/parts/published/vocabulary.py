@@ -4,18 +4,27 @@
 the target's tokens, decides which where it is there.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...core import ArtifactError
 
 
-def read_vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> Tensor | None:
-    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's, `size`.
+def read_vocabulary(found: dict[str, Tensor], size: int | None) -> dict[str, Any]:
+    """Put the draft vocabulary in the place of d2t and t2d among a checkpoint's tensors.
+
+    Returns:
+        The config's fields that say so; none where there is none, or it is the whole of the
+        target's, `size`.
 
     Raises:
-        ArtifactError: `offsets`, d2t, and `mask`, t2d, contradict each other or the target.
+        ArtifactError: d2t and t2d contradict each other or the target.
     """
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    if offsets is None:
+        return {}
     for name, tensor in (("d2t", offsets), ("t2d", mask)):
         if tensor is not None and (tensor.dim() != 1 or tensor.is_floating_point()):
             raise ArtifactError(
@@ -36,11 +45,23 @@ def read_vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> T
             f"its d2t names {len(ids)} tokens from {int(ids.min())} to {int(ids.max())}, "
             f"{'ascending' if rising else 'out of order'}; expected ascending ids below {size}."
         )
-    return None if len(ids) == size else ids
+    return {} if len(ids) == size else put_vocabulary(found, ids)
 
 
-def write_vocabulary(ids: Tensor, size: int) -> dict[str, Tensor]:
-    """d2t and t2d of a draft vocabulary [Vd] of a target's `size` tokens."""
+def put_vocabulary(found: dict[str, Tensor], ids: Tensor) -> dict[str, Any]:
+    """Add a draft vocabulary [Vd] to a drafter's tensors; returns the config's fields."""
+    found["vocabulary"] = ids
+    return {"output": "trimmed", "draft_vocab_size": len(ids)}
+
+
+def write_vocabulary(tensors: dict[str, Tensor], size: int) -> None:
+    """Put d2t and t2d in the place of a drafter's vocabulary, if it is trimmed.
+
+    Args:
+        size: how many tokens the target has.
+    """
+    if (ids := tensors.pop("vocabulary", None)) is None:
+        return
     mask = torch.zeros(size, dtype=torch.bool, device=ids.device)
     mask[ids] = True
-    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": mask}
+    tensors |= {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": mask}
