@@ -1,12 +1,11 @@
 """A slab cache: all layers' keys and values in one tensor, written at per-row positions.
 
-Slot s of row b lies at flat index b * S + s, so one index tensor serves every layer, whether the
-rows have the same length or not, and the accepted path is moved by one gather for all layers.
+One index tensor serves every layer, whether the rows have the same length or not, and the accepted
+path is moved by one gather for all layers. The tensors themselves are in `slabs`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -18,12 +17,11 @@ from .fused import fused_writes
 from .fused_writes import write
 from .layer_shape import LayerShape
 from .recurrent import RecurrentLayer, RecurrentShape, RecurrentStates
+from .slabs import Slabs
 from .triton_here import no_kernel
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
-
-_made = itertools.count()  # memories of caches, so far
 
 
 def in_steps(slots: int) -> int:
@@ -76,14 +74,10 @@ class _AttentionAndState(RecurrentLayer, _Layer):
         RecurrentLayer.__init__(self, shape)
 
 
-class SlabCache(Cache):
-    """Keys and values of all layers in one slab per device, dtype and shape.
-
-    After `set_slots` any model of transformers runs with it as its cache.
+class SlabCache(Slabs, Cache):
+    """Slabs with which any model of transformers runs as its cache, after `set_slots`.
 
     Attributes:
-        batch, capacity: B rows of S slots.
-        contents: another object with each text or batch of texts.
         live: slots of each row that the next forward attends to.
         seen: what `get_seq_length` reports, for forwards without an explicit mask.
     """
@@ -94,42 +88,18 @@ class SlabCache(Cache):
             for number, shape in enumerate(shapes)
             if (state := shape.recurrent) is not None
         }
-        super().__init__(layers=[recurrent.get(i) or _Layer(self) for i in range(len(shapes))])
+        Cache.__init__(self, layers=[recurrent.get(i) or _Layer(self) for i in range(len(shapes))])
         self.recurrent = RecurrentStates(recurrent) if recurrent else None
-        self.shapes, self.batch, self.capacity = shapes, batch, 0
+        Slabs.__init__(self, shapes, batch)
         self.dtype = shapes[0].dtype  # which attention masks take
         self.devices = {shape.device for shape in shapes}
-        # Of each slab, by device, dtype and sizes of its entries: (kind, layer).
-        self._members: dict[tuple, list[tuple[int, int]]] = {}
-        for layer, shape in enumerate(shapes):
-            for kind, size in enumerate((shape.key, shape.value) if shape.attends else ()):
-                group = (shape.device, shape.dtype, size)
-                self._members.setdefault(group, []).append((kind, layer))
-        order = list(itertools.chain(*self._members.values()))
-        # The places of each layer's keys and values among all slabs' entries.
-        self._entries = {
-            i: (order.index((0, i)), order.index((1, i)))
-            for i, shape in enumerate(shapes)
-            if shape.attends
-        }
         self.live = self.seen = 0
         self._flat_slots: Tensor | range = range(0)  # [B, N] flat indices, or a range in all rows
         self._slots: dict[torch.device, Tensor] = {}  # the same flattened, for each device
         self._written: list[Tensor] | None = None  # views of the slots, where they are a range
-        self._slabs: list[Tensor] = []
-        self._memory: list[Tensor] = []  # of each slab, flat
-        self._made, self.contents = next(_made), object()
-        self._capacities: dict[int, int] = {}  # by batch, of the last request of so many rows
         if self.recurrent is not None:
             self.recurrent.resize(batch)
         self.reserve(capacity)
-
-    def reserve(self, capacity: int) -> None:
-        """Grow to at least `capacity` slots a row, keeping what is cached. Never shrinks."""
-        if capacity > self.capacity:
-            contents = self.contents
-            self._shape(capacity, [slab.clone() for slab in self._slabs])
-            self.contents = contents
 
     def resize(self, batch: int, capacity: int) -> None:
         """Hold nothing, in `batch` rows of at least `capacity` slots.
@@ -152,12 +122,6 @@ class SlabCache(Cache):
         found.reserve(capacity)
         return found
 
-    def take(self, other: SlabCache, row: int, slots: int, into: int = 0) -> None:
-        """Copy the first `slots` slots of a row of another cache into one of this."""
-        self._hold(*other._members)
-        for own, theirs in zip(self._slabs, other._slabs, strict=True):
-            own[:, into, :slots] = theirs[:, row, :slots]
-
     def put_features(self, features: Tensor) -> None:
         """Hold features [B, N, F], too: of the last forward's tokens, in the slots that it wrote.
 
@@ -176,20 +140,6 @@ class SlabCache(Cache):
         """Those in the first `slots` slots of each row [B, slots, F]."""
         return self._slabs[-1][0, :, :slots, 0]
 
-    def _hold(self, *groups: tuple) -> None:
-        """Have slabs of these groups; that of features, the last one, is made when it is needed."""
-        for group in groups:
-            if group in self._members:
-                continue
-            device, dtype, (heads, size), _ = group
-            if self._memory:
-                shape = 1, self.batch, self.capacity, heads, size
-                self._memory.append(torch.zeros(math.prod(shape), dtype=dtype, device=device))
-                self._slabs.append(self._memory[-1].view(shape))
-                self._made = next(_made)
-                self._view()
-            self._members[group] = [(2, 0)]
-
     def keep(self, slots: int, capacity: int) -> None:
         """Hold nothing but the first `slots` slots of each row, for another text that begins alike.
 
@@ -201,40 +151,6 @@ class SlabCache(Cache):
         for slab in self._slabs:
             slab[:, :, slots:].zero_()
 
-    def _shape(self, capacity: int, kept: list[Tensor]) -> None:
-        """Have B rows of `capacity` slots, zeros but for the first slots, which are `kept`."""
-        sizes = [
-            (len(members), self.batch, capacity, heads, size)
-            for (_, _, (heads, size), *_), members in self._members.items()
-        ]
-        counts = [math.prod(size) for size in sizes]
-        have = [len(memory) for memory in self._memory] or [0] * len(counts)
-        if any(count > had for count, had in zip(counts, have, strict=True)):
-            self._give_back()  # before more is taken
-            self._memory = [
-                torch.empty(max(count, had), dtype=dtype, device=device)
-                for count, had, (device, dtype, *_) in zip(counts, have, self._members, strict=True)
-            ]
-            self._made = next(_made)
-        self._slabs = [
-            memory[:count].view(size)  # [entries, B, S, H, D]
-            for memory, count, size in zip(self._memory, counts, sizes, strict=True)
-        ]
-        self._clear_slots()
-        for slab, old in zip(self._slabs, kept, strict=False):
-            slab[:, :, : old.shape[2]] = old
-        self.capacity = self._capacities[self.batch] = capacity
-        self._view()
-
-    def _view(self) -> None:
-        """Look at the slabs in all the ways that are asked for."""
-        self._rows = [slab.flatten(1, 2) for slab in self._slabs]  # [entries, B*S, H, D]
-        self._heads = [slab.transpose(2, 3) for slab in self._slabs]  # [entries, B, H, S, D]
-        self._flat = [view for slab in self._rows for view in slab.unbind(0)]
-        self._full = self._views(0, self.capacity)
-        firsts = torch.arange(self.batch, device=self.shapes[0].device) * self.capacity
-        self._firsts = firsts.unsqueeze(1)  # [B, 1], the flat index of each row's first slot
-
     def release(self) -> None:
         """Give the memory back; there is none until `resize` takes some again."""
         self._give_back()
@@ -243,14 +159,8 @@ class SlabCache(Cache):
             self.recurrent.release()
 
     def _give_back(self) -> None:
-        self.contents = object()  # also where no other memory can be had then
-        self._slabs, self._memory, self.capacity = [], [], 0
-        self._rows, self._heads, self._flat, self._full = [], [], [], []
-        self._written = None
-
-    def _views(self, first: int, count: int) -> list[Tensor]:
-        """Views of slots first … first + count - 1 of every entry, [B, H, count, D] each."""
-        return [view for slab in self._heads for view in slab.narrow(3, first, count).unbind(0)]
+        super()._give_back()
+        self._written = None  # these views hold the memory
 
     @property
     def address(self) -> tuple[int, ...]:
@@ -263,23 +173,14 @@ class SlabCache(Cache):
 
     def bytes_of(self, batch: int, capacity: int) -> int:
         """How much memory so many rows of so many slots take."""
-        slot = sum(
-            len(members) * math.prod(size) * dtype.itemsize
-            for (_, dtype, size, *_), members in self._members.items()
-        )
         states = 0 if self.recurrent is None else self.recurrent.bytes_of_row
-        return batch * (capacity * slot + states)
+        return batch * (capacity * self._bytes_of_slot + states)
 
     def clear(self) -> None:
         """Overwrite all with zeros: masked slots count as zero times what they hold, a NaN too."""
         self._clear_slots()
         if self.recurrent is not None:
             self.recurrent.clear()
-
-    def _clear_slots(self) -> None:
-        self.contents = object()
-        for slab in self._slabs:
-            slab.zero_()
 
     def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
         """Copy the first `slots` slots of another cache's rows into `rows` [R] of this one."""
