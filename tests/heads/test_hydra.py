@@ -21,6 +21,7 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.hydra import Hydra, HydraConfig
+from tests.support.drafters import KEPT, started
 from tests.support.published_hydra import HEADS, SIZE, public
 from tests.support.tiny import COMMON, VOCAB, one_line, tiny
 
@@ -30,20 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "trimmed": {"output": "trimmed", "draft_vocab_size": 20},
     "prefix": {"prefix": True, "layers": 2},
 }
-KEPT = torch.arange(1, VOCAB, 3)[:20]  # the tokens that the counts below make the most frequent
 
 
 def hydra(options: str, random: bool = True) -> Hydra:
-    model = tiny("llama")
-    config = HydraConfig.for_target(model, heads=HEADS, **OPTIONS[options])
-    drafter = Hydra(config).double().bind(model)
-    counts = torch.ones(VOCAB, dtype=torch.long)
-    counts[KEPT] = 10
-    drafter.init_from_target(counts)
-    if random:
-        for parameter in drafter.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return drafter.eval()
+    return started("hydra", random, heads=HEADS, **OPTIONS[options])
 
 
 def prefix_by_hand(weights: dict[str, Tensor], features: Tensor, target: Any = None) -> Tensor:

@@ -24,6 +24,7 @@ from headstart.heads import (
 )
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.medusa import Medusa, MedusaConfig
+from tests.support.drafters import KEPT, started
 from tests.support.tiny import VOCAB, one_line, tiny
 
 OUTPUTS: dict[str, dict] = {
@@ -31,18 +32,11 @@ OUTPUTS: dict[str, dict] = {
     "own": {"output": "own"},
     "trimmed": {"output": "trimmed", "draft_vocab_size": 20},
 }
-KEPT = torch.arange(1, VOCAB, 3)[:20]  # the tokens that the counts below make the most frequent
 
 
 def heads(output: str) -> Medusa:
     """Three random heads, bound and started from the target."""
-    model = tiny("llama")
-    drafter = Medusa(MedusaConfig.for_target(model, heads=3, layers=2, **OUTPUTS[output]))
-    drafter = drafter.double()
-    drafter.bind(model)
-    counts = torch.ones(VOCAB, dtype=torch.long)
-    counts[KEPT] = 10
-    drafter.init_from_target(counts)
+    drafter = started("medusa", random=False, heads=3, layers=2, **OUTPUTS[output])
     torch.nn.init.normal_(drafter.weight, std=0.2)
     torch.nn.init.normal_(drafter.bias, std=0.2)
     return drafter.eval()

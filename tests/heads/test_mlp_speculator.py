@@ -21,6 +21,7 @@ from headstart.heads import (
 from headstart.heads.artifacts.engines import serve_line
 from headstart.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from headstart.infer import Speculator, parse_tree
+from tests.support.drafters import KEPT, started
 from tests.support.every_path import check_every_path
 from tests.support.published_mlp_speculator import GATES, LAYOUTS, SIZE, WIDE, Layout, logits
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
@@ -31,20 +32,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lstm": {"cell": "lstm"},
     "trimmed": {"output": "trimmed", "draft_vocab_size": 20},
 }
-KEPT = torch.arange(1, VOCAB, 3)[:20]  # the tokens that the counts below make the most frequent
 
 
 def speculator_of(options: str, random: bool = True, heads: int = 4) -> MlpSpeculator:
-    model = tiny("llama")
-    config = MlpSpeculatorConfig.for_target(model, heads=heads, **OPTIONS[options])
-    drafter = MlpSpeculator(config).double().bind(model)
-    counts = torch.ones(VOCAB, dtype=torch.long)
-    counts[KEPT] = 10
-    drafter.init_from_target(counts)
-    if random:
-        for parameter in drafter.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return drafter.eval()
+    return started("mlp_speculator", random, heads=heads, **OPTIONS[options])
 
 
 def by_hand(drafter: MlpSpeculator, feature: Tensor, tokens: list[int]) -> Tensor:

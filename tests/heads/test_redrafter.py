@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from headstart.heads import Manifest, OptionError, family, fingerprint, load_drafter, save_drafter
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.infer import Speculator, parse_tree
+from tests.support.drafters import KEPT, started
 from tests.support.every_path import check_every_path
 from tests.support.tiny import VOCAB, one_line, tiny
 
@@ -21,19 +22,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "trimmed": {"output": "trimmed", "draft_vocab_size": 20},
     "sums": {"rnn": False, "layers": 0},
 }
-KEPT = torch.arange(1, VOCAB, 3)[:20]  # the tokens that the counts below make the most frequent
 
 
 def redrafter(options: str, random: bool = True) -> ReDrafter:
-    model = tiny("llama")
-    drafter = ReDrafter(ReDrafterConfig.for_target(model, **OPTIONS[options])).double().bind(model)
-    counts = torch.ones(VOCAB, dtype=torch.long)
-    counts[KEPT] = 10
-    drafter.init_from_target(counts)
-    if random:
-        for parameter in drafter.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return drafter.eval()
+    return started("redrafter", random, **OPTIONS[options])
 
 
 def by_hand(drafter: ReDrafter, feature: Tensor, tokens: list[int]) -> Tensor:
