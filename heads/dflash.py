@@ -189,10 +189,6 @@ class DFlash(TokenConditioned):
         return (shares.to(embedding) @ embedding).to(self.fc.weight)
 
     @property
-    def max_depth(self) -> int:
-        return self.config.max_depth
-
-    @property
     def needs_length_bound(self) -> bool:
         return self._layers.needs_length_bound
 

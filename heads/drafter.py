@@ -76,8 +76,6 @@ class Drafter(StoredDrafter):
     """
 
     config_class = DrafterConfig
-    base_model_prefix = ""
-    main_input_name = "features"
 
     independent: bool = False
     """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
@@ -110,7 +108,8 @@ class Drafter(StoredDrafter):
     @property
     def max_depth(self) -> int | None:
         """The deepest level that the drafter can propose for; None when there is no bound."""
-        return None
+        config: Any = self.config
+        return config.max_depth
 
     @property
     def default_tree(self) -> str:

@@ -118,10 +118,6 @@ class Eagle3(Eagle):
         if self.independent:
             self.mask_hidden = nn.Parameter(torch.zeros(count * wide))
 
-    @property
-    def max_depth(self) -> int | None:
-        return self.config.max_depth
-
     @classmethod
     def completed(cls, found: Found, target: PreTrainedModel) -> Found:
         """Name the layers that a checkpoint leaves to the published rule, and fill in the target's

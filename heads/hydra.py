@@ -112,10 +112,6 @@ class Hydra(TokenConditioned):
     def needs_length_bound(self) -> bool:
         return self._cached is not None and self._cached.needs_length_bound
 
-    @property
-    def max_depth(self) -> int:
-        return self.config.max_depth
-
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start every head as the target's own output layer, see `Medusa`."""

@@ -54,10 +54,6 @@ class Medusa(TrimmedVocabulary):
         for parameter in self.parameters() if module is self else ():
             nn.init.zeros_(parameter)
 
-    @property
-    def max_depth(self) -> int:
-        return self.config.max_depth
-
     def own_rows(self, size: int) -> int:
         return self.config.heads * size
 

@@ -110,10 +110,6 @@ class MlpSpeculator(TrimmedVocabulary):
             size = weight.square().mean().sqrt().clamp(min=1e-6)
             weight.mul_(self.config.width**-0.5 / size)
 
-    @property
-    def max_depth(self) -> int:
-        return self.config.max_depth
-
     def passes(self, row: float) -> float:
         return self.config.heads if self.config.tied else 1
 

@@ -86,6 +86,10 @@ class PardConfig(DraftModelConfig):
     }
     NEEDS: ClassVar = {"feature_scale": "feature_layers", "feature_dropout": "feature_layers"}
 
+    @property
+    def max_depth(self) -> int:
+        return self.depths
+
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
@@ -178,10 +182,6 @@ class Pard(DraftModel):
         if projection is not None:
             self.model.target_proj = projection
             nn.init.zeros_(projection.weight)
-
-    @property
-    def max_depth(self) -> int:
-        return self.config.depths
 
     def reserve(self, state: DraftCache, longest: int, room: int) -> None:
         super().reserve(state, longest, room + self.config.depths - 1)
