@@ -19,6 +19,7 @@ from .triton_here import has_triton
 MOST_ROWS = 128
 """Rows that a kernel takes; of more, it would read the weights again for each so many."""
 
+_TRIES = (1, 16, 64, MOST_ROWS)  # numbers of rows that are timed
 _TURNS = 3
 _WRITES = 16  # of 256 MB before what is timed: while they run, the host launches it
 
@@ -113,10 +114,7 @@ def alike(layers: Sequence[Any]) -> bool:
 
 
 def rows_together(
-    together: Callable[[Tensor], object],
-    apart: Callable[[Tensor], object],
-    states: Tensor,
-    tries: Sequence[int] = (1, 16, 64, MOST_ROWS),
+    together: Callable[[Tensor], object], apart: Callable[[Tensor], object], states: Tensor
 ) -> int:
     """For how many rows one launch of ours is no slower than torch's; 0 for none.
 
@@ -125,12 +123,11 @@ def rows_together(
 
     Args:
         together, apart: compute the same of states [rows, D], of which one row is given.
-        tries: numbers of rows, ascending.
     """
     if not has_kernels(states):
-        return tries[-1]
+        return MOST_ROWS
     found = 0
-    for rows in tries:
+    for rows in _TRIES:
         given = states.expand(rows, -1).contiguous()
         try:
             ours, theirs = (_milliseconds(run, given) for run in (together, apart))

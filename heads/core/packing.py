@@ -59,6 +59,7 @@ _WORTH_SAYING = 100 << 20
 _MARK = "_runs_packed"  # the attribute of a model that does
 
 _TRIED, _TURNS = 32 << 20, 8  # bytes of a trial, and how often it is timed
+_TRIED_ROWS = (1, 8)
 
 _SAVED = 1.25
 """So many times as slow as torch's own may layers be in a trial, where each is called alone: in a
@@ -309,7 +310,7 @@ def layers_run_by(model: nn.Module) -> str | None:
     return " and ".join(name for name, here in found.items() if here) or None
 
 
-def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
+def packing_pays(model: nn.Module) -> bool:
     """Whether a model's forwards are faster packed, by a short trial of its linear layers.
 
     Never where weights are streamed in. Of each kind of layer as many are packed meanwhile as fill
@@ -326,7 +327,7 @@ def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
     for (dtype, _, size), layers in kinds.items():
         tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
         ways = [next(_ways(layer))(layer) for layer in tried]
-        for count in rows:
+        for count in _TRIED_ROWS:
             own += tried
             packed += ways
             states += [torch.randn(count, size).to(dtype)] * len(tried)
