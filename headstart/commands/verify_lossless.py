@@ -136,8 +136,8 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
     return [
         *said,
         f"Over {sampled.draws:,} texts of one prompt the joint distribution of the first "
-        f"{sampled.places} tokens {agrees} the target's: chi-square {sampled.statistic:.1f} over "
-        f"{counted(sampled.bins, 'bin')}, p = {sampled.p_value:.2g}.",
+        f"{sampled.places} tokens {agrees} the target's: p = {sampled.p_value:.2g}, by an exact "
+        f"test over {counted(sampled.bins, 'bin')}.",
         f"The total variation over these bins was {sampled.distance:.3f}, and is at most "
         f"{sampled.bound:.3f} with all but one chance in a million. More draws bound it more "
         "tightly.",

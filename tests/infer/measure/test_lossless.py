@@ -20,7 +20,7 @@ from headstart.infer.measure.lossless_sampled import (
     ALPHA,
     Text,
     _bin,
-    _chi_square,
+    _judge,
     compare_sampled,
     continuations,
 )
@@ -197,29 +197,19 @@ def test_every_text_has_one_bin(text: list[int], bin: tuple[int, ...]) -> None:
     assert _bin(text, {(-1,): 0.2, (1, -1): 0.3, (1, 2): 0.4, (7,): 0.1}) == bin
 
 
-def test_chi_square_of_known_counts() -> None:
-    """(60-50)²/50 · 2 = 4 with one degree of freedom: p = erfc(√2)."""
-    bins, statistic, p_value, distance, bound = _chi_square(
-        Counter({(0,): 60, (1,): 40}), {(0,): 0.5, (1,): 0.5}, 100
-    )
-    assert (bins, statistic) == (2, 4.0)
-    assert math.isclose(p_value, math.erfc(math.sqrt(2)), rel_tol=1e-9)
-    assert math.isclose(distance, 0.1) and bound > distance
-
-
 @pytest.mark.parametrize("bins", [{(0,): 1 - 1e-9, (-1,): 1e-9}, {(-1,): 0.004, (0,): 0.996}])
 def test_text_that_the_target_all_but_never_writes_is_seen(bins: dict[Text, float]) -> None:
     """Where one continuation is nearly certain, too few draws are expected of any other."""
-    *_, p_value, distance, bound = _chi_square(Counter({(0,): 970, (-1,): 30}), bins, 1000)
+    *_, p_value, distance, bound = _judge(Counter({(0,): 970, (-1,): 30}), bins, 1000)
     assert p_value < ALPHA and bound > distance > 0.025
     rare = Counter({(0,): 1000 - (few := round(1000 * bins[(-1,)])), (-1,): few})
-    assert _chi_square(rare, bins, 1000)[2] > 0.5
+    assert _judge(rare, bins, 1000)[1] > 0.5
 
 
-def test_one_text_too_many_is_judged_by_the_poisson_distribution() -> None:
-    """Of 0.5 expected, at least 2 come with the probability 1 - 1.5 e^-0.5; twice that counts."""
-    found = _chi_square(Counter({(0,): 998, (-1,): 2}), {(0,): 0.9995, (-1,): 0.0005}, 1000)
-    assert found[2] == pytest.approx(2 * (1 - 1.5 * math.exp(-0.5)))
+def test_the_distance_is_over_all_bins() -> None:
+    found = Counter({(0,): 60, (1,): 40})
+    bins, _, distance, bound = _judge(found, {(0,): 0.5, (1,): 0.49, (-1,): 0.01}, 100)
+    assert bins == 3 and math.isclose(distance, 0.1) and bound > distance
 
 
 @pytest.mark.parametrize(("draws", "temperature"), [(50, 1.0), (1000, 0.0)])
