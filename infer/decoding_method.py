@@ -32,6 +32,7 @@ from .generate_options import (
 from .grammars import GrammarTokens
 from .own_options import take_count_penalty, take_grammar
 from .stats import Stats
+from .streamer import check_streamer
 
 
 class Given(NamedTuple):
@@ -117,6 +118,7 @@ class DecodingMethod(ABC):
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
+        check_streamer(streamer)
         input_ids = input_ids.long()  # int32, which `generate` takes too
         given = (model, input_ids, logits_processor, stopping_criteria, generation_config, seed)
         return self._decode(Given(*given, logprobs, model_kwargs), streamer)

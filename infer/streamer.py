@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.heads import OptionError
+from headstart.heads.core.errors import brief
+
 from .stats import Emitted
 
 
@@ -34,6 +37,16 @@ class RoundStreamer(BaseStreamer):
 
     def end(self) -> None:
         """Take note that the request has ended."""
+
+
+def check_streamer(streamer: Any) -> None:
+    """Refuse, by an `OptionError`, what has no `put` and `end`, such as a class in place of one."""
+    methods = (getattr(streamer, name, None) for name in ("put", "end"))
+    if streamer is not None and (isinstance(streamer, type) or not all(map(callable, methods))):
+        raise OptionError(
+            f"streamer is {brief(repr(streamer))}; expected an object with put and end, such as "
+            "TextStreamer(tokenizer)."
+        )
 
 
 def hand_on(streamer: BaseStreamer | None, emitted: Emitted) -> None:

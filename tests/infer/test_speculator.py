@@ -411,6 +411,13 @@ def test_seeds_that_are_none(seed: Any) -> None:
     one_line(caught.value)
 
 
+@pytest.mark.parametrize("streamer", [object(), TextStreamer, print])
+def test_streamers_that_are_none(streamer: Any) -> None:
+    with pytest.raises(OptionError, match=r"streamer is .*; expected an object with put") as caught:
+        call(streamer=streamer)
+    one_line(caught.value)
+
+
 def test_no_new_token_is_an_error_as_in_generate() -> None:
     ids, _ = prompts([6])
     with pytest.raises(ValueError):
