@@ -146,9 +146,18 @@ def test_a_line_tells_penalties_and_that_there_was_a_form(tmp_path: Path) -> Non
     pytest.importorskip("llguidance")
     recorder = Recorder(tmp_path / "traffic.jsonl", speculator := speculator_of())
     ids = batch(speculator, ["who?"])
-    how = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.0}
+    how: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.0,
+    }
     recorder.generate(**ids, max_new_tokens=5, **how)
-    warm = {"do_sample": True, "temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.0}
+    warm: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.0,
+    }
     recorder.generate(**ids, max_new_tokens=5, **warm, grammar=Grammar.choice(["abc"]))
     greedy, sampled = (line["sampling"] for line in lines(recorder.path))
     assert greedy == {"temperature": 0, "repetition_penalty": 1.5, "presence_penalty": 0.5}
