@@ -8,8 +8,10 @@ at a learning rate of zero.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ def train_target(
     held_out = load_documents(corpus_folder, "held_out")
     if held_out:
         metrics |= evaluate(model, pack(tokenizer, held_out), spec.sequence_length)
+        _check_loss(metrics["held_out_loss"], "after its last step", spec)
     metrics["parameters"] = model.num_parameters()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -179,33 +182,44 @@ def fit(
     )  # fmt: skip
     losses, recent = [], 0.0
     model.train()
-    bar = progress_bar(1.0, "target", disable=not progress)
-    # At least one step, then none that would end past the budget.
-    while not losses or clock.share(steps_ahead=1.0) <= 1.0:
-        batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]
-        scale = schedule(clock.share(steps_ahead=0.5), spec.warmup_ratio)
-        for group, rate in rates:
-            group["lr"] = rate * scale
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-            logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, V]
-            loss = next_token_loss(logits, batch[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        clock.steps += 1
-        losses.append(loss.item())
-        recent = sum(losses[-20:]) / len(losses[-20:])
-        bar.set_postfix_str(f"loss {recent:.3f}", refresh=False)
-        bar.update(min(clock.share(), 1.0) - bar.n)
-    bar.close()
+    with closing(progress_bar(1.0, "target", disable=not progress)) as bar:
+        # At least one step, then none that would end past the budget.
+        while not losses or clock.share(steps_ahead=1.0) <= 1.0:
+            batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]
+            scale = schedule(clock.share(steps_ahead=0.5), spec.warmup_ratio)
+            for group, rate in rates:
+                group["lr"] = rate * scale
+            with torch.autocast(
+                model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"
+            ):
+                logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, V]
+                loss = next_token_loss(logits, batch[:, 1:])
+            losses.append(loss.item())
+            _check_loss(losses[-1], f"in step {len(losses)}", spec)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            clock.steps += 1
+            recent = sum(losses[-20:]) / len(losses[-20:])
+            bar.set_postfix_str(f"loss {recent:.3f}", refresh=False)
+            bar.update(min(clock.share(), 1.0) - bar.n)
+        bar.update(1.0 - bar.n)
     return {
         "tokens": clock.steps * clock.step_tokens,
         "steps": clock.steps,
         "seconds": time.perf_counter() - clock.started,
         "train_loss": recent,
     }
+
+
+def _check_loss(loss: float, when: str, spec: Scratch) -> None:
+    if not math.isfinite(loss):
+        raise TargetError(
+            f"the target's loss is {loss} {when}; lower target.scratch.adamw_lr "
+            f"({spec.adamw_lr:g}) or target.scratch.muon_lr ({spec.muon_lr:g})"
+        )
 
 
 @dataclass

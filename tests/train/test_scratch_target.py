@@ -73,6 +73,14 @@ def test_a_seed_fixes_the_weights(corpus: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_progress_ends_at_the_end(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where no whole step fits into what is left of the budget."""
+    train_target(replace(TINY, max_tokens=32 * 8 * 2 + 100), corpus, tmp_path)
+    assert capsys.readouterr().err.startswith("target: 100%, ")
+
+
 def test_stops_in_time(corpus: Path, tmp_path: Path) -> None:
     spec = replace(TINY, max_seconds=0.5, max_tokens=None)
     started = time.perf_counter()
@@ -88,6 +96,8 @@ def test_stops_in_time(corpus: Path, tmp_path: Path) -> None:
         ({"max_tokens": None}, "give max_seconds or max_tokens"),
         ({"sequence_length": 128}, "less than context"),
         ({"sequence_length": 100_000, "context": 200_000}, "use more text or a shorter"),
+        ({"adamw_lr": 1e30}, r"loss is nan in step 2; lower target.scratch.adamw_lr \(1e\+30\) or"),
+        ({"adamw_lr": 1e30, "max_tokens": 256}, "loss is nan after its last step"),
     ],
 )
 def test_refusals(corpus: Path, tmp_path: Path, change: dict, said: str) -> None:
