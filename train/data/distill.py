@@ -110,7 +110,8 @@ def distill(
             show()
 
     def show() -> None:
-        spent, texts, reached = time.perf_counter() - started, due.add(), float(done.add())
+        reached: float = done.add()
+        spent, texts = time.perf_counter() - started, due.add()
         said = f"{tokens.add() / spent:.0f} tokens/s"
         if limit is None:
             bar.total = texts

@@ -149,7 +149,7 @@ def tau_table(
     if tree.nodes > 1 and str(tree) not in map(str, trees):
         trees.append(tree)
     found = []
-    bar = progress_bar(2 * len(trees), "heads: τ by tree", unit="tree")
+    bar = progress_bar(2 * len(trees), "heads: τ by tree", unit="figure")
     greedily = _greedy_taus(target, drafter, trees, given, new_tokens)
     for each, measured in zip(trees, greedily, strict=True):
         found.append(_named(each, 0, measured))
