@@ -20,6 +20,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from .core.sent import sent
 from .declared.suffix import SuffixFields
 from .drafter import DrafterConfig, Step
 from .parts.contexts import BEFORE, END, Contexts, in_order
@@ -92,7 +93,7 @@ class Suffix(RequestTextDrafter, VotingDrafter, WeightlessDrafter):  # type: ign
 
     @torch.no_grad()
     def remember(self, tokens: Tensor, prompt: int) -> None:
-        """See `Drafter.remember`; nothing is read from the device."""
+        """See `Drafter.remember`; nothing waits for the device."""
         length, size = self.config.max_match, len(self.answers)
         before = min(prompt, length)
         kept = tokens[prompt - before :].cpu()
@@ -104,7 +105,8 @@ class Suffix(RequestTextDrafter, VotingDrafter, WeightlessDrafter):  # type: ign
         with _writing:
             start = 0 if self._next + len(text) > size else self._next
             self._next = start + len(text)
-            self._insert(text.int().to(self.order.device), places.to(self.order.device), start)
+            both = sent(torch.cat([text, places]), self.order.device)
+            self._insert(both[: len(text)].int(), both[len(text) :], start)
 
     def forget(self) -> None:
         self.count.zero_()

@@ -14,6 +14,7 @@ from transformers import StoppingCriteriaList
 from headstart.heads import DrafterGroup, Sampling, SlabCache, TokenTree
 from headstart.heads.core import free_bytes, in_steps
 from headstart.heads.core.forms import texts_of
+from headstart.heads.core.sent import sent
 
 from .rows import Rows
 from .rules.registry import GREEDY, Rule
@@ -172,11 +173,7 @@ class Request:
         """
         committed, rows, device = self.committed, self.rows, self.lengths.device
         known = np.stack([rows.remaining > 0, count, rows.positions, rows.roots])  # [4, B]
-        # One copy that nothing waits for: torch gives the pinned memory to nobody before its end.
-        pinned = device.type == "cuda"
-        host = torch.empty(known.shape, dtype=torch.long, pin_memory=pinned)
-        host.copy_(torch.from_numpy(known))
-        alive, some, lengths, roots = host.to(device, non_blocking=True)
+        alive, some, lengths, roots = sent(torch.from_numpy(known), device)
         steps, going = torch.arange(committed.tokens.shape[1], device=device), alive > 0
         kept = going.unsqueeze(1) | (steps < some.unsqueeze(1))  # [B, A]
         tokens = torch.where(kept, committed.tokens, roots.unsqueeze(1))

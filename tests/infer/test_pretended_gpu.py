@@ -23,6 +23,7 @@ from headstart.heads.core.whole_model import take_whole_models
 from headstart.heads.families import KNOWN
 from headstart.heads.parts import cached_layers
 from headstart.heads.parts.translation import Translation
+from headstart.heads.suffix import Suffix
 from headstart.heads.translated_draft_model import TranslatedDraftModel
 from headstart.infer import Speculator, batcher, request
 from headstart.infer.generate_options import Ending
@@ -60,7 +61,8 @@ QUICK = {
     ("draft_model", TREES[2], "coupled"), ("lookup", TREES[1], "typical"),
     ("pard", TREES[2], "coupled"), ("recycling", TREES[1], "greedy"),
     ("mlp_speculator", TREES[2], "coupled"), ("gemma4_assistant", TREES[1], "coupled"),
-    ("early_exit", TREES[1], "rejection"),
+    ("early_exit", TREES[1], "rejection"), ("retrieval", TREES[2], "match"),
+    ("suffix", TREES[1], "coupled"),
 }  # fmt: skip
 """Every family, tree and rule."""
 
@@ -121,30 +123,57 @@ def test_rounds_are_captured_and_write_the_text_of_the_cpu(
     assert ours.graphs is not None and not ours.graphs.failed
 
 
-def test_rows_that_end_are_put_back_by_one_copy_that_nothing_waits_for(
-    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restore, run = CapturedRunner.restore_ended_rows, pretended._run
-    copies, within = list[Any](), [False]
+def noted_copies(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> list[list[Any]]:
+    """What each call of a method copies between host and device, and memory that it takes."""
+    true, run = getattr(owner, method), pretended._run
+    copies, within = list[list[Any]](), [False]
 
-    def noted(self: CapturedRunner, count: Any) -> None:
+    def noted(self: Any, *given: Any) -> None:
         within[0] = True
         copies.append([])
-        restore(self, count)
+        true(self, *given)
         within[0] = False
 
     def seen(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if within[0] and function.overloadpacket.__name__ in ("_to_copy", "empty"):
+        name, asked = function.overloadpacket.__name__, kwargs.get("device")
+        if within[0] and (name == "empty" or (name == "_to_copy" and asked is not None)):
             copies[-1].append({name: kwargs.get(name) for name in ("pin_memory", "non_blocking")})
         return run(function, args, kwargs)
 
-    monkeypatch.setattr(CapturedRunner, "restore_ended_rows", noted)
+    monkeypatch.setattr(owner, method, noted)
     monkeypatch.setattr(pretended, "_run", seen)
+    return copies
+
+
+UNWAITED = [
+    {"pin_memory": True, "non_blocking": None}, {"pin_memory": None, "non_blocking": True},
+]  # fmt: skip
+"""One copy from pinned memory, which nothing waits for."""
+
+
+def test_rows_that_end_are_put_back_by_one_copy_that_nothing_waits_for(
+    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = noted_copies(monkeypatch, CapturedRunner, "restore_ended_rows")
     ours = Speculator(*placed("medusa"), tree=TREES[1])
     expected = write(on_cpu("medusa", tree=TREES[1]), eos_token_id=[20, 60])
     assert torch.equal(write(ours, eos_token_id=[20, 60]), expected)
-    empty, moved = {"pin_memory": True, "non_blocking": None}, {"pin_memory": None}
-    assert copies and all(each == [empty, moved | {"non_blocking": True}] for each in copies)
+    assert copies and all(each == UNWAITED for each in copies)
+
+
+def test_answers_are_remembered_by_one_copy_that_nothing_waits_for(
+    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rows are decoded meanwhile."""
+    model, heads = placed("suffix")
+    del heads.remember  # that of tests remembers nothing
+    copies = noted_copies(monkeypatch, Suffix, "remember")
+    ours, plain = Speculator(model, heads, tree=TREES[1]), on_cpu("suffix", tree="plain")
+    for _ in range(2):
+        assert torch.equal(write(ours), write(plain))
+    assert ours.stats.tau > 2  # the second time the answers are known
+    assert len(copies) == 8 and all(each == UNWAITED for each in copies)
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 
 def test_rounds_under_masks_are_captured_too(gpu: StrictCapture) -> None:
