@@ -36,6 +36,7 @@ from headstart.terminal import one_line
 
 from . import smoke_items
 from .smoke_items import Items, Place
+from .smoke_kept import kept
 from .smoke_recurrent import recurrent
 from .smoke_sampling import sampling
 from .smoke_streamed import streamed
@@ -52,6 +53,7 @@ GROUPS: dict[str, Callable[[Place], Items]] = {
     },
     "recurrent": recurrent,
     "lifetimes": smoke_items.lifetimes,
+    "kept": kept,
     "fused": smoke_items.fused,
     "compile": smoke_items.compiled,
     "streamed": streamed,

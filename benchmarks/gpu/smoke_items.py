@@ -93,10 +93,12 @@ def make_prompts(device: torch.device, batch: int, turn: int) -> Tensor:
 
 def _texts(
     place: Place, name: str | None, batches: list[int], captured: bool = True, **options: Any
-) -> list[Tensor]:
-    """Requests one after another, by a speculator of its own."""
+) -> list[tuple[Tensor, list[list[int]]]]:
+    """Requests one after another, by a speculator of its own: texts, and what rounds emitted."""
     sampled = options.pop("sampled", False)
     drafter = None if name is None else _drafter(name, place.device)
+    if drafter is not None and drafter.remembers:
+        drafter.forget()
     speculator = Speculator(small_target(place.device), drafter, graphs=True, **options)
     if not captured:  # the same rounds, run as they are written
         speculator.graphs = RoundGraphs()
@@ -108,7 +110,8 @@ def _texts(
             given |= {"temperature": 0.8, "top_k": 20, "seed": list(range(batch))}
         else:
             given |= {"suppress_tokens": [3, 4]}
-        texts.append(speculator.generate(ids, attention_mask=torch.ones_like(ids), **given))
+        text = speculator.generate(ids, attention_mask=torch.ones_like(ids), **given)
+        texts.append((text, speculator.stats.counts.tolist()))
     return texts
 
 
@@ -118,10 +121,12 @@ def _compared(place: Place, name: str | None, batches: list[int], **options: Any
         captured = _texts(place, name, batches, **options)
     paths.check()
     written = _texts(place, name, batches, captured=False, **options)
-    same = [torch.equal(*pair) for pair in zip(captured, written, strict=True)]
-    if not all(same):
-        raise AssertionError(f"request {same.index(False) + 1} wrote another text when captured")
-    return {"requests": len(same), **paths.to_dict()}
+    for number, (ours, expected) in enumerate(zip(captured, written, strict=True), start=1):
+        if not torch.equal(ours[0], expected[0]):
+            raise AssertionError(f"request {number} wrote another text when captured")
+        if ours[1] != expected[1]:
+            raise AssertionError(f"request {number} accepted other drafts when captured")
+    return {"requests": len(captured), **paths.to_dict()}
 
 
 def about_machine(place: Place) -> Items:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from benchmarks.gpu import smoke, smoke_items
 from benchmarks.gpu.paths import Fallback, Paths
 from benchmarks.gpu.smoke import GROUPS, main
 from benchmarks.gpu.smoke_items import Place
+from headstart.heads.suffix import Suffix
+from headstart.infer.kept import KeptTexts
 
 HERE = ["--here", "--device", "cpu", "--size", "toy"]
 
@@ -89,18 +92,35 @@ def test_lines_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None
         assert running.result() == ([{"ok": True}], "")
 
 
-def test_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: captured rounds that write something else are not ok."""
+@pytest.mark.parametrize("what", ["wrote another text", "accepted other drafts"])
+def test_what_captured_rounds_do_otherwise_is_found(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control: captured rounds that write something else, or draft worse, are not ok."""
     true = smoke_items._texts
 
-    def other(*given: Any, captured: bool = True, **options: Any) -> list[torch.Tensor]:
-        texts = true(*given, captured=captured, **options)
-        return [*texts[:-1], texts[-1] + captured]
+    def other(*given: Any, captured: bool = True, **options: Any) -> list[Any]:
+        *first, (text, counts) = true(*given, captured=captured, **options)
+        if "text" in what:
+            return [*first, (text + captured, counts)]
+        return [*first, (text, counts[captured:])]
 
     monkeypatch.setattr(smoke_items, "_texts", other)
     place = Place(torch.device("cpu"), "toy")
-    with pytest.raises(AssertionError, match="request 2 wrote another text"):
+    with pytest.raises(AssertionError, match=f"request 2 {what}"):
         smoke_items._compared(place, "medusa", [1, 2], tree="chain:2")
+
+
+def test_what_requests_leave_is_read_by_later_ones() -> None:
+    """Of prompts that are kept, and of answers that are remembered; with controls."""
+    works = dict(GROUPS["kept"](Place(torch.device("cpu"), "toy")))
+    assert works["turns of a chat, eagle3"]()["requests"] == 4
+    assert works["an answer again, suffix"]()["tau"][-1] > 3
+    nothing = mock.patch.object(KeptTexts, "find", lambda kept, tokens: (None, 0))
+    with nothing, pytest.raises(AssertionError, match="turn 2 was run whole"):
+        works["turns of a chat, eagle3"]()
+    with mock.patch.object(Suffix, "remember"), pytest.raises(AssertionError, match="expected > 3"):
+        works["an answer again, suffix"]()
 
 
 def test_a_family_is_compared_over_three_requests(capsys: pytest.CaptureFixture[str]) -> None:
