@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
@@ -13,6 +13,7 @@ from headstart.infer import Grammar
 from headstart.infer.grammars import JSON
 
 from .shapes import shown, wrong
+from .tagged_calls import BEGIN, END, are_tagged, rules_of_tagged
 
 _CALL = {"type": "function", "function": "{content}"}
 """The transform of templates whose calls are JSON with `name` and `arguments`."""
@@ -34,24 +35,31 @@ def form_of_calls(body: Mapping[str, Any], tokenizer: Any, model: Any) -> Gramma
 
     Raises:
         ValueError: what is wanted is none of the request's tools, their parameters are no schema,
-            or the template's calls are not JSON.
+            or the template's calls are neither JSON nor between tags.
     """
     functions = _functions(body)
-    marks = _marks(get_response_template(tokenizer, model))
+    field = (get_response_template(tokenizer, model) or {}).get("fields", {}).get("tool_calls", {})
+    tagged = are_tagged(field)
+    marks = (BEGIN, END) if tagged else _marks(field)
     if marks is None:
         raise ValueError(
             f"tool_choice is {shown(body['tool_choice'])}, and it is not known that the target "
-            "writes calls as JSON, by its tokenizer's response_template; let the model choose"
+            "writes calls as JSON or between tags, by its tokenizer's response_template; let the "
+            "model choose"
         )
     begin, end = (_spelled(mark, tokenizer) for mark in marks)
     several = body["tool_choice"] == "required" and body.get("parallel_tool_calls") is not False
     rules = [f"start: call{'+' if several else ''}"]
     numbers = " | ".join(f"of_{number}" for number in range(len(functions)))
     rules.append(f"call: /\\n{{0,2}}/ {begin} /\\n?/ ({numbers}) /\\n?/ {end}")
+    rules += rules_of_tagged(functions) if tagged else _rules_of_json(functions)
+    return Grammar.lark("\n".join(rules))
+
+
+def _rules_of_json(functions: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     for number, (name, schema) in enumerate(functions):
         before = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        rules.append(f'of_{number}: {before} %json {json.dumps(schema)} "}}"')
-    return Grammar.lark("\n".join(rules))
+        yield f'of_{number}: {before} %json {json.dumps(schema)} "}}"'
 
 
 def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -79,9 +87,8 @@ def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return wanted
 
 
-def _marks(template: Mapping[str, Any] | None) -> tuple[str, str] | None:
+def _marks(field: Mapping[str, Any]) -> tuple[str, str] | None:
     """The texts before and after a call; None where calls are not written as JSON."""
-    field = (template or {}).get("fields", {}).get("tool_calls", {})
     if field.get("content") != "json" or field.get("content_args"):
         return None
     begin, end = (_mark(field, side) for side in ("open", "close"))
