@@ -13,6 +13,7 @@ from typing import Any
 
 from headstart.inputs import check_record, load_speculator, plan_is_plain
 from headstart.terminal import UsageError
+from headstart.train.processes.stopping import after_ctrl_c_it_goes_on
 
 from . import options as shared
 
@@ -60,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
     if not session.templated:
         print("(no chat template: turns are written as User: … Assistant: …)", file=sys.stderr)
     print("(/help lists the commands)", file=sys.stderr)
-    Dialogue(session, messages_of(sys.stdin), show=options.show).run()
+    with after_ctrl_c_it_goes_on():
+        Dialogue(session, messages_of(sys.stdin), show=options.show).run()
     if sys.stdin.isatty():
         print(file=sys.stderr)
     return 0

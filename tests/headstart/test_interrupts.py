@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.support.bytewise import save_target
 from tests.support.paths import ROOT
 
 LONG = "import hashlib\ndef compute(): hashlib.pbkdf2_hmac('sha256', b'', b'', 80_000_000)\n"
@@ -88,6 +90,26 @@ def test_a_command_ends_within_a_second(work: str, programs: list[Program]) -> N
         assert this.process.wait(20) == 130
         assert time.monotonic() - at < 2  # one, and what a busy machine adds
         assert this.lines()[-1] == said
+
+
+def test_a_chat_goes_on(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    words = ["chat", "--target", str(tmp_path / "target"), "--max-new-tokens", "4"]
+    chat = subprocess.Popen(
+        [sys.executable, "-m", "headstart", *words], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert chat.stdin and chat.stderr
+    print("hello", file=chat.stdin, flush=True)
+    while "tokens/s" not in (line := chat.stderr.readline()):  # then it waits for the next message
+        assert line
+    time.sleep(0.3)
+    chat.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        chat.wait(1.5)  # longer than other commands last
+    _, said = chat.communicate("again\n", timeout=30)
+    assert chat.returncode == 0 and "(interrupted; Ctrl-D ends the chat)" in said
+    assert said.count("tokens/s") == 1
 
 
 def test_training_says_so_and_the_second_ends_it(programs: list[Program]) -> None:

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, ClassVar, Self
 
@@ -73,7 +74,7 @@ class CtrlC:
     Python raises KeyboardInterrupt between two of its own instructions, and one of them may be a
     product or a file that takes long. The system tells a thread at once, which waits for a moment
     and then ends the process. Training says that it goes on to the end of its step, and is ended by
-    the second Ctrl-C.
+    the second Ctrl-C. A chat is not ended, see `after_ctrl_c_it_goes_on`.
 
     Args:
         message: what is true of an interrupted command.
@@ -107,6 +108,19 @@ class CtrlC:
                 continue
             if not self._answered.wait(_LATE):
                 end(self.message)
+
+
+@contextmanager
+def after_ctrl_c_it_goes_on() -> Iterator[None]:
+    """While a `with` block lasts, no `CtrlC` ends the process: a chat goes on after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
 
 
 def say(message: str) -> None:
