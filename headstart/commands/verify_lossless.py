@@ -132,7 +132,13 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
         )  # fmt: skip
     said += [*map(_explained, apart[:_EXPLAINED])]
     said += [f"… and {more} more."] if (more := len(apart) - _EXPLAINED) > 0 else []
-    agrees = "agrees with" if sampled.agrees else "is not"
+    agrees = "agrees with" if sampled.p_value >= sampled.level else "is not"
+    if sampled.tokens:
+        uniform = "agree with" if sampled.tokens_p_value >= sampled.level else "are not"
+        said.append(
+            f"{sampled.tokens:,} tokens of longer texts, of all prompts, {uniform} the target's "
+            f"distribution, each judged by what stands before it: p = {sampled.tokens_p_value:.2g}."
+        )
     return [
         *said,
         f"Over {sampled.draws:,} texts of one prompt the joint distribution of the first "

@@ -1,7 +1,8 @@
 """Compares the distribution of sampled text with the target's, on a user's own models.
 
 The joint distribution of the first tokens is compared by an exact test. Where the rule promises
-the very text of seeded plain decoding, that is compared as well.
+the very text of seeded plain decoding, that is compared as well; else whole texts are judged token
+by token.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from ..rules.registry import choose_rule
 from ..speculator import Speculator
 from ..trees.by_request import USUAL, TreesByRequest
 from .lossless_greedy import COPIES, Divergence, agreement, divergence, in_other_shapes
+from .lossless_tokens import judge_tokens
 from .multinomial import multinomial_p_value
 from .progress import progress_bar
 
 ALPHA = 1e-6
-"""The p-value below which the test fails; a correct sampler's is lower at most so often."""
+"""How often the tests of a sample fail a correct sampler, at most."""
 
 _WIDTHS = (6, 4, 3)  # likeliest continuations that get a bin of their own, by place
 _EXPECTED = 5.0  # draws that a bin must expect at least: the test learns little from fewer
@@ -51,6 +53,8 @@ class Sampled:
     p_value: float  # see `multinomial_p_value`
     distance: float  # total variation over the bins, observed
     bound: float  # with probability 1 - ALPHA the true one is not larger
+    tokens: int  # of whole texts, judged one by one; 0 where the text itself is promised
+    tokens_p_value: float  # see `judge_tokens`; 1 where none were judged
     dtype: str  # the target's
     seeded_tokens: int  # compared with seeded plain decoding; 0 where its text is not promised
     seeded_divergences: list[Divergence]  # one for each prompt whose text differed from it
@@ -59,7 +63,12 @@ class Sampled:
     @property
     def agrees(self) -> bool:
         """Whether the distribution is the target's, as far as the test can see."""
-        return self.p_value >= ALPHA
+        return min(self.p_value, self.tokens_p_value) >= self.level
+
+    @property
+    def level(self) -> float:
+        """The p-value below which a test fails: `ALPHA`, or of two tests half of it."""
+        return ALPHA / 2 if self.tokens else ALPHA
 
     @property
     def holds(self) -> bool:
@@ -80,8 +89,8 @@ def compare_sampled(
 ) -> Sampled:
     """Sample the first prompt often and compare the joint distribution of its first tokens.
 
-    The text of seeded plain decoding, where the rule promises it, is compared for every prompt
-    [1, P].
+    For every prompt [1, P], the text of seeded plain decoding is compared where the rule promises
+    it; else as many tokens again are sampled and judged by `judge_tokens`.
 
     Raises:
         OptionError: fewer than 100 draws, or a temperature that does not sample.
@@ -103,25 +112,31 @@ def compare_sampled(
         if differs:
             apart.append(_seeded_divergence(speculator, plain, number, ids, same, seeded))
 
-    expected = continuations(plain, prompts[0], options)
-    found: Counter[Text] = Counter()
-    bar = progress_bar(draws, f"sampling, {rule.name}", "draw", disable=not progress)
     # So many rows may have another tree than the single prompt that they stand for.
     tree, single = speculator.tree_of(1, temperature), copy.copy(speculator)
     single.trees = TreesByRequest({USUAL: tree})
+    places = len(_WIDTHS)
+    judged = 0, 1.0
+    if not rule.same_text:
+        judged = judge_tokens(
+            single, prompts, new_tokens, draws * places, options, seed, progress=progress
+        )
+    expected = continuations(plain, prompts[0], options)
+    found: Counter[Text] = Counter()
+    bar = progress_bar(draws, f"sampling, {rule.name}", "draw", disable=not progress)
     for first in range(0, draws, batch_size):
         rows = min(batch_size, draws - first)
         seeds = [(seed << 32) + first + row for row in range(rows)]
         ids = prompts[0].repeat(rows, 1)
         options["attention_mask"] = torch.ones_like(ids)
-        text = single.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
+        text = single.generate(ids, **options, max_new_tokens=places, seed=seeds)
         found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
         bar.update(rows)
     bar.close()
-    tested = rule.name, speculator.expansion, not rule.exact, draws, len(_WIDTHS)
+    tested = rule.name, speculator.expansion, not rule.exact, draws, places
     test = _judge(found, expected, draws)
     dtype = dtype_name(speculator.model)
-    return Sampled(*tested, *test, dtype, tokens, apart, tree.label)
+    return Sampled(*tested, *test, *judged, dtype, tokens, apart, tree.label)
 
 
 def _seeded_divergence(

@@ -120,3 +120,16 @@ def decode_texts(
         seeds = [seed + i for i in range(len(prompts))]
         sampling = {"do_sample": True, "temperature": temperature, "seed": seeds}
     return speculator.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **sampling)
+
+
+def processors_of(target: Any, ids: Tensor, **options: Any) -> Any:
+    """The logits processors that `generate` of transformers makes for prompts [B, P]."""
+    found: list[Any] = []
+
+    def take(model: Any, input_ids: Tensor, logits_processor: Any = None, **_: Any) -> Tensor:
+        found.append(logits_processor)
+        return input_ids
+
+    mask = torch.ones_like(ids)
+    target.generate(ids, attention_mask=mask, max_new_tokens=1, custom_generate=take, **options)
+    return found[0]

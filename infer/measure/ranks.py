@@ -24,7 +24,7 @@ from headstart.heads.group import fused_layers
 
 from ..rules.registry import find_rule
 from ..trees.children import Children, rows_of
-from .own_text import BATCH, Tick, Written
+from .own_text import BATCH, Tick, Written, processors_of
 
 MISSED = 1 << 20
 """The rank of a token that was not proposed, or that is past the end of the text."""
@@ -80,18 +80,8 @@ def measure_ranks(
 
 def _sampling_at(target: Any, temperature: float) -> Sampling:
     """How a target's requests sample at a temperature, by its own generation config; no seeds."""
-    found: list[Any] = []
-
-    def take(model: Any, input_ids: Tensor, logits_processor: Any = None, **_: Any) -> Tensor:
-        found.append(logits_processor)
-        return input_ids
-
     ids = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    target.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature,
-        max_new_tokens=1, custom_generate=take,
-    )  # fmt: skip
-    return Sampling(None, found[0])
+    return Sampling(None, processors_of(target, ids, do_sample=True, temperature=temperature))
 
 
 def _record(

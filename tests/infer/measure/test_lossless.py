@@ -24,6 +24,7 @@ from headstart.infer.measure.lossless_sampled import (
     compare_sampled,
     continuations,
 )
+from headstart.infer.rules.rule_api import Verified
 from headstart.infer.target import Target
 from tests.support.tiny import prompts, tiny
 
@@ -110,7 +111,30 @@ def test_sampled_text_holds(rule: str) -> None:
     found = compare_sampled(speculator(rule), one_by_one([6, 4]), 16, draws=1500)
     assert found.holds and not found.approximate and found.p_value > 1e-4
     assert found.distance < found.bound < 0.5
+    assert (found.tokens >= 4500) == (found.tokens > 0) == (found.seeded_tokens == 0)
+    assert found.tokens_p_value > 1e-4
     assert (found.seeded_tokens == 32) == (rule in ("coupled", "match"))
+
+
+def test_what_is_wrong_after_the_first_tokens_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharper target, from the fourth new token on."""
+    true = Verified.scores_at
+
+    def wrong(self: Verified, *args: Any) -> Tensor | None:
+        scores, late = true(self, *args), self.lengths >= 9
+        return None if scores is None else scores * (1 + 4 * late.unsqueeze(1).double())
+
+    pair = speculator("rejection")
+    monkeypatch.setattr(Verified, "scores_at", wrong)
+    found = compare_sampled(pair, one_by_one([6, 4]), 16, draws=400)
+    assert found.p_value > 1e-4 and found.tokens_p_value < ALPHA and not found.holds
+
+
+def test_padding_behind_an_end_token_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, texts = speculator("rejection"), one_by_one([6])
+    monkeypatch.setattr(pair.model.generation_config, "eos_token_id", list(range(0, 40, 3)))
+    found = compare_sampled(pair, texts, 16, draws=400)
+    assert found.holds and 0 < found.tokens < 1000
 
 
 def in_bfloat16() -> tuple[Speculator, list[Tensor]]:
