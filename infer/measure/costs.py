@@ -126,11 +126,14 @@ def decode_times(
     """Decode batches of prompts [P] with every speculator in turn, after a warm-up.
 
     Args:
+        speculators: from here on their drafters remember nothing: the prompts come again, and what
+            was written after them would be drafted.
         tick: called after each batch, also for those that are left out.
         seconds: no batch but the first one begins after this time.
         temperature: 0 is greedily.
     """
     for speculator in speculators.values():
+        speculator.remembers = False
         warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
         decode_texts(speculator, batches[0], warm, temperature)
 

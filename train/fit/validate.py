@@ -82,6 +82,7 @@ def decode_prompts(
     was_training = drafter.training
     drafter.eval()
     speculator = Speculator(target, drafter, tree=tree, rule=rule)
+    speculator.remembers = False  # other trees decode the same prompts
     own_stats = Stats(tree.max_depth)
     how: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     if RULES[rule].samples:

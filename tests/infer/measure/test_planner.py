@@ -19,6 +19,7 @@ from headstart.heads import (
 )
 from headstart.heads.artifacts.plan import Plan, find_plans, plan_key, write_plan
 from headstart.heads.medusa import Medusa
+from headstart.heads.suffix import Suffix, SuffixConfig
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
 from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
@@ -243,6 +244,16 @@ def test_real_rounds_are_counted() -> None:
     assert found.loops["plain"] == 16 and found.rounds["plain"] == 24
     assert found.loops["chain"] < found.rounds["chain"] < 24
     assert [len(each) for each in found.per_round.values()] == [2, 2]
+
+
+def test_what_trials_write_is_not_remembered() -> None:
+    """Each prompt comes several times, and its answer would be drafted."""
+    target = tiny("llama")
+    drafter = Suffix(SuffixConfig.for_target(target)).bind(target)
+    chain = {"chain": Speculator(target, drafter, tree="chain:3")}
+    prompts = [torch.tensor([1, 2, 3])]
+    once, often = (decode_times(chain, [prompts] * n, 24) for n in (1, 4))
+    assert often.rounds["chain"] == 4 * once.rounds["chain"] > 4 * 24 / 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from headstart.heads import OptionError, family
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.suffix import Suffix, SuffixConfig
 from headstart.infer import Speculator, StaticTree, parse_static
 from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
@@ -57,6 +58,15 @@ def test_sampling_is_from_all_tokens_whatever_the_target_says(
     for name, value in restricted.items():
         monkeypatch.setattr(target.generation_config, name, value)
     assert sampled() == expected
+
+
+def test_what_was_decoded_before_is_not_remembered() -> None:
+    """Each tree decodes the same prompts, and would find their answers."""
+    target = tiny("llama")
+    drafter = Suffix(SuffixConfig.for_target(target)).bind(target)
+    prompts = [torch.tensor([1, 2, 3 + n]) for n in range(4)]
+    given = target, drafter, StaticTree.chain(3), "coupled", prompts, 24
+    assert measure_tau(*given)["tau"] == measure_tau(*given)["tau"] < 3
 
 
 def test_ranks_fit_the_decode_loop() -> None:
