@@ -99,10 +99,19 @@ def measure_costs(
     done = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick, SECONDS, temperature)
     rounds = {name: 1e3 * statistics.median(each) for name, each in done.per_round.items()}
     costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0), output)
-    rest = [rounds[str(tree)] - costs.forwards(tree) for tree in probes]
-    shape = [(1.0, tree.nodes, tree.max_depth) for tree in probes]
+    return replace(costs, loop=_loop_cost(costs, {tree: rounds[str(tree)] for tree in probes}))
+
+
+def _loop_cost(costs: Costs, rounds: dict[StaticTree, float]) -> tuple[float, float, float]:
+    """What rounds of these milliseconds cost beside their forwards, see `Costs.loop`.
+
+    Of a round's share that is not explained, the sum of squares is least: times are off in
+    proportion, and in milliseconds the largest tree alone would decide what the smallest costs.
+    """
+    shape = [(1.0 / ms, tree.nodes / ms, tree.max_depth / ms) for tree, ms in rounds.items()]
+    rest = [1.0 - costs.forwards(tree) / ms for tree, ms in rounds.items()]
     a, b, c = np.linalg.lstsq(shape, rest, rcond=None)[0].tolist()
-    return replace(costs, loop=(a, b, c))
+    return a, b, c
 
 
 @dataclass

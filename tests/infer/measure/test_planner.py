@@ -22,7 +22,14 @@ from headstart.heads.medusa import Medusa
 from headstart.heads.suffix import Suffix, SuffixConfig
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
-from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
+from headstart.infer.measure.costs import (
+    STEPS,
+    Costs,
+    _loop_cost,
+    decode_times,
+    measure_costs,
+    sizes,
+)
 from headstart.infer.measure.forward_costs import output_cost
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.planner import make_plan
@@ -215,6 +222,20 @@ def test_the_costs_are_measured() -> None:
     assert list(found.verify) == sizes(8) and min(found.verify.values()) > 0
     assert found.begin > 0 and found.extend == {} and found.plain > 0
     assert found.round(StaticTree.chain(3)) > found.verify[4]
+
+
+def test_a_large_tree_does_not_decide_what_a_small_one_costs() -> None:
+    """Its round is off by a tenth, which is more than all of a small one's."""
+    given = costs(per_node=0.5)
+    small, large = StaticTree.chain(1), StaticTree([[rank] for rank in range(63)])
+    deep = StaticTree([[0] * 3, *([rank] for rank in range(1, 61))])
+    trees = [small, StaticTree.chain(3), large, deep]
+    rounds = {tree: given.forwards(tree) + 1.0 for tree in trees}
+    rounds[deep] *= 1.1
+    fitted = replace(given, loop=_loop_cost(given, rounds))
+    assert fitted.round(small) == pytest.approx(rounds[small], rel=0.04)
+    exact = replace(given, loop=_loop_cost(given, rounds | {deep: rounds[deep] / 1.1}))
+    assert exact.loop == pytest.approx((1.0, 0.0, 0.0), abs=1e-9)
 
 
 def test_what_is_timed_runs_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
