@@ -25,7 +25,8 @@ class Divergence:
     """Where a text first differs from that of `generate`, and how near a tie that was.
 
     The noise is the largest difference of any logit between plain decoding of this prompt and the
-    same in other shapes: in a batch of copies, and as one forward over the whole text.
+    same in other shapes: in a batch of copies, and as one forward over the whole text. It is at
+    least one rounding of the largest logit, since a short text may come out alike in all of them.
     """
 
     prompt: int  # its number
@@ -120,7 +121,7 @@ def in_other_shapes(
     model: Any, ids: Tensor, alone: Any, decode: Callable[..., Any]
 ) -> tuple[int, bool, float]:
     """Plain decoding of a prompt [1, P] in other shapes, compared with its output `alone`: the
-    tokens that agree, whether any differs, and the largest difference of any logit.
+    tokens that agree, whether any differs, and the noise (see `Divergence`).
 
     Args:
         decode: decodes a batch of copies as `alone` was; the output has logits.
@@ -135,7 +136,9 @@ def in_other_shapes(
     changed = (whole.argmax(-1) != alone.sequences[0, ids.shape[1] :]).nonzero()
     if len(changed):
         same, differs = min(same, int(changed[0])), True
-    return same, differs, max(noise, _largest(torch.cat(alone.logits), whole))
+    logits = torch.cat(alone.logits)  # [new, V], in float32 where `generate` widens them
+    rounding = torch.finfo(model.dtype).eps * float(logits[logits.isfinite()].abs().max())
+    return same, differs, max(noise, _largest(logits, whole), rounding)
 
 
 def agreement(one: Tensor, other: Tensor, prompt: Tensor) -> tuple[int, bool]:

@@ -4,6 +4,7 @@ import copy
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from headstart.heads import OptionError
 from headstart.heads.core import masks
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator
-from headstart.infer.measure.lossless_greedy import Divergence, compare_greedy
+from headstart.infer.measure.lossless_greedy import Divergence, compare_greedy, in_other_shapes
 from headstart.infer.measure.lossless_sampled import (
     _WIDTHS,
     ALPHA,
@@ -154,6 +155,18 @@ def test_seeded_text_may_differ_at_near_ties() -> None:
         far = replace(each, margin=3 * each.noise)
         assert not replace(found, seeded_divergences=[far], dtype="float32").holds
         assert replace(found, seeded_divergences=[each], dtype="float32").holds
+
+
+def test_noise_is_at_least_one_rounding() -> None:
+    """Plain decoding of a short text may come out alike in all shapes, and a drafted one not."""
+    pair, texts = in_bfloat16()
+    model: Any = pair.model
+    options = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    decode = partial(model.generate, max_new_tokens=1, **options)
+    for ids in texts:
+        alone = decode(ids)
+        largest = float(alone.logits[0].abs().max())
+        assert in_other_shapes(model, ids, alone, decode)[2] >= 2**-7 * largest
 
 
 def test_text_of_another_seed_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
