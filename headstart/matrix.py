@@ -86,11 +86,16 @@ class Matrix:
 
 def trees_of(matrix: Matrix, count: int) -> list[str]:
     """The trees that so many drafters grow together: those with a part for each, and `plain`."""
+    from headstart.infer.trees.shapes import ADAPTIVE
     from headstart.infer.trees.texts import read_tree
 
     shapes = {tree: read_tree(tree) for tree in matrix.trees}
     parts = {tree: len(getattr(of, "first_nodes", (1,))) for tree, of in shapes.items()}
-    return [tree for tree, of in shapes.items() if parts[tree] == max(count, 1) or of.nodes == 1]
+    return [
+        tree
+        for tree, of in shapes.items()
+        if parts[tree] == max(count, 1) or of.nodes == 1 or (tree == ADAPTIVE and count)
+    ]
 
 
 def check_trees(matrix: Matrix) -> None:

@@ -136,6 +136,8 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     """Load the models and make every speculator, so that mistakes show before a measurement."""
     import headstart
     from headstart.infer import Speculator
+    from headstart.infer.loading import adaptive_tree
+    from headstart.infer.trees.shapes import ADAPTIVE
     from headstart.reports.plans import said_of_unused
 
     given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
@@ -153,24 +155,24 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
         )
         loaded.append(more)
     names = _names(sources)
-    ways: dict[float, dict[str, Way]] = {}
+    ways: dict[float, dict[str, Way]] = {each: {} for each in matrix.temperatures}
     for temperature in matrix.temperatures:
         rules = matrix.rules or [None]
-        own = ways[temperature] = {}
-        sets = zip(names, loaded, sources, strict=True)
-        taken = ((name, each, trees_of(matrix, len(of)) or [None]) for name, each, of in sets)
-        for (name, each, tree), rule in itertools.product(
-            [(name, each, tree) for name, each, trees in taken for tree in trees],
-            rules if temperature > 0 else rules[:1],
+        sets = [
+            (name, each, of, tree)
+            for name, each, of in zip(names, loaded, sources, strict=True)
+            for tree in trees_of(matrix, len(of)) or [None]
+        ]
+        for (name, each, of, tree), rule in itertools.product(
+            sets, rules if temperature > 0 else rules[:1]
         ):
-            how: dict[str, Any] = {"tree": each.trees if tree is None else tree, "rule": rule}
-            how["expansion"] = matrix.expansion
+            grown = adaptive_tree(each.drafters.drafters, of) if tree == ADAPTIVE else tree
             made = Speculator(
-                each.model, each.drafter, tokenizer=each.tokenizer,
-                compile=first.target.compile, **how,
+                each.model, each.drafter, tree=grown or each.trees, rule=rule,
+                expansion=matrix.expansion, tokenizer=each.tokenizer, compile=first.target.compile,
             )  # fmt: skip
             label = ", ".join(filter(None, (name, tree, rule if temperature > 0 else None)))
-            own[label] = Way(name, made)
+            ways[temperature][label] = Way(name, made)
     notes: list[str] = []
     chats, cut, early = _chats(first, questions, matrix, notes)
     for source in itertools.chain(*sources) if not matrix.trees else ():

@@ -31,9 +31,10 @@ from .rules.registry import find_rule
 from .speculator import Speculator, Trees
 from .target import AUTO, PACKED, way_to_run
 from .tensor_parallel import check_in_parts, load_in_parts
+from .trees.adaptive import AdaptiveTree
 from .trees.by_request import USUAL, Kind
 from .trees.parse import default_tree, parse_tree
-from .trees.shapes import check_grown_by
+from .trees.shapes import ADAPTIVE, AdaptiveShape, check_grown_by
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +151,8 @@ def load(
     if compile == AUTO:
         compile = way_to_run(model, compile, in_place and by_name) or False
     ours: list[Any] = [model] if by_name else []  # what nobody else holds
-    trees: list[dict[Kind, Any]] = [{USUAL: None} for _ in drafters]
-    for number, source in enumerate(drafters):
+    sources, trees = [*drafters], list[dict[Kind, Any]]([{USUAL: None} for _ in drafters])
+    for number, source in enumerate(sources):
         if isinstance(source, Drafter):
             continue
         if tree is None:
@@ -175,6 +176,8 @@ def load(
             drafters = []  # it was loaded because it may have adapted the target
     elif tree is None:
         chosen = default_tree(drafters, [each[USUAL] for each in trees])
+    elif tree == ADAPTIVE:
+        chosen = adaptive_tree(drafters, sources)
     return Speculator(
         model,
         drafters,
@@ -188,6 +191,16 @@ def load(
         fused=fused,
         prefix_caching=prefix_caching,
     )
+
+
+def adaptive_tree(drafters: Sequence[Drafter], sources: Sequence[Any]) -> AdaptiveTree:
+    """That of drafters which were trained with one, or the deepest chain, as an adaptive tree.
+
+    Args:
+        sources: of the drafters, each a `DrafterSource`, or the drafter itself.
+    """
+    own = [each.tree if isinstance(each, DrafterSource) else None for each in sources]
+    return AdaptiveTree(default_tree(drafters, own))
 
 
 def _placed(options: dict[str, Any], device: str | torch.device) -> dict[str, Any]:
@@ -223,7 +236,7 @@ def _check_decoding(
     ]
     for tree in trees.values() if isinstance(trees, Mapping) else [trees]:
         if tree is not None:
-            policy = parse_tree(tree)
+            policy: Any = AdaptiveShape() if tree == ADAPTIVE else parse_tree(tree)
             record.check_tree(policy)
             check_grown_by(policy, depths)
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from headstart.heads import OptionError, TokenTree
 from headstart.heads.core import current
 
+from .depth import DepthChoice
 from .graphs import RoundGraphs, never_captured_with
 from .request import ROOT_ONLY, Capacity, Request
 from .round import accept_and_commit, unpack
 from .rows import Fault, Rows
 from .runners import CapturedRunner, EagerRunner
 from .stats import Emitted, Stats
-from .trees.policy import Committed
+from .trees.policy import Committed, Policy
 
 
 class Decoding:
@@ -39,13 +40,18 @@ class Decoding:
 
     def __init__(self, request: Request, graphs: RoundGraphs | None = None):
         self.request, self.stats = request, Stats(request.policy.max_depth)
-        self.runner: EagerRunner | CapturedRunner = EagerRunner(request)
+        self.runner = self._runner(graphs)
+        if request.times is not None:
+            request.depth = DepthChoice(request.times, plain=not self.runner.drafts_always)
+
+    def _runner(self, graphs: RoundGraphs | None) -> EagerRunner | CapturedRunner:
+        request = self.request
         if graphs is None or request.reads_text or request.record is not None:
-            return
+            return EagerRunner(request)
         if (reason := never_captured_with(request.sampling)) is not None:
             graphs.refuse(reason)
-            return
-        self.runner = CapturedRunner(request, graphs)
+            return EagerRunner(request)
+        return CapturedRunner(request, graphs)
 
     def prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
         """Run the prompts and emit each row's first token.
@@ -96,14 +102,21 @@ class Decoding:
         features = features.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
         request.committed = Committed(features, root, torch.ones_like(count), last)
         request.committed, packed = accept_and_commit(request, tree, logits.unsqueeze(1), features)
-        emitted = self._take(packed.cpu().numpy(), 1)
+        emitted = self._take(packed.cpu().numpy(), ROOT_ONLY)
+        if request.depth is not None:
+            request.depth.begin(range(batch), batch)
         self.runner.begin()
         return emitted
 
     def round(self) -> Emitted:
         """Draft, verify, accept and commit once, for every row; finished rows emit nothing."""
+        begun = time.perf_counter()
         with current(self.request.device):
-            emitted = self._take(*self.runner.next_report())
+            packed, policy = self.runner.next_report()
+            seconds = time.perf_counter() - begun
+            emitted = self._take(packed, policy)
+        if (depth := self.request.depth) is not None:
+            depth.note(policy, emitted.nodes, emitted.count > 0, seconds)
         self.stats.add(emitted)
         return emitted
 
@@ -126,12 +139,12 @@ class Decoding:
             yield self.round()
         self.stats.decode_seconds = time.perf_counter() - begun
 
-    def _take(self, packed: np.ndarray, steps: int) -> Emitted:
-        """Cut what a round accepted, a report of `steps` tokens a row, where the rows end."""
+    def _take(self, packed: np.ndarray, policy: Policy) -> Emitted:
+        """Cut what a round accepted, whose tree that policy grew, where the rows end."""
         request, rows = self.request, self.request.rows
-        tokens, nodes, met, drafter, logprobs, broken = unpack(request, packed, steps)
+        tokens, nodes, met, drafter, logprobs, broken = unpack(request, packed, policy)
         emitted, cut = rows.take(nodes, tokens, met, drafter)
-        emitted.logprobs, emitted.drafted = logprobs, request.policy.nodes - 1
+        emitted.logprobs, emitted.drafted = logprobs, policy.nodes - 1
         if cut or (rows.ended and not self.runner.holds_ended_rows):
             self.runner.restore_ended_rows(emitted.count)
         if cut and self.faults is None:

@@ -127,6 +127,7 @@ class _Replay(DecodingMethod):
                 "a round from 1."
             )
         request, ending, mask = self._alone.request_of(*given)
+        request.times = None  # an adaptive tree is grown whole: rounds must not depend on the clock
         decoding = Decoding(request)
         width, text = input_ids.shape[1], input_ids[0].tolist()
         emitted = decoding.prefill(input_ids, mask, ending.limit - width)
@@ -230,7 +231,7 @@ def _nodes(
     parents, depths, ranks = (each[0].tolist() for each in (shape.parents, shape.depth, shape.rank))
     tokens = tree.tokens[0].tolist()
     valid = [True] * tree.nodes if tree.valid is None else tree.valid[0].tolist()
-    starts, found = request.first_nodes, list[ReplayedNode]()
+    starts, found = request.policy.first_nodes, list[ReplayedNode]()
     paths: list[tuple[int, ...]] = [()]
     for number in range(tree.nodes):
         above, drafter, drafted, wanted = parents[number], -1, None, None

@@ -16,6 +16,7 @@ from headstart.heads.core import free_bytes, in_steps
 from headstart.heads.core.forms import texts_of
 from headstart.heads.core.sent import sent
 
+from .depth import DepthChoice, RoundTimes
 from .rows import Rows
 from .rules.registry import GREEDY, Rule
 from .rules.rule_api import Text, Verified, seen_in
@@ -69,6 +70,7 @@ class Request:
         target: the runner of the target model; drafters: bound to the same model, none where the
             tree is a root alone.
         policy: grows the tree; a root-only tree is plain decoding.
+        times: of the rounds of an adaptive tree; depth: chooses each round's, where it is adaptive.
         expansion: how the drafters' children are chosen, see `Children`.
         eos: token ids that end a row; pad: the one that is written after a row's end.
         criteria: further stopping criteria, called after every token as `generate` calls them.
@@ -92,6 +94,7 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     pad: int = 0
     record: Record | None = None
+    times: RoundTimes | None = None
     logprobs: int | None = None
     rows: Rows = field(init=False)
     text: Text = field(init=False)
@@ -100,6 +103,7 @@ class Request:
     capacity: Capacity = field(init=False)
     offset: Tensor = field(init=False)
     alive: Tensor | None = field(init=False, default=None)
+    depth: DepthChoice | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.device = self.target.device
@@ -107,7 +111,6 @@ class Request:
             self.drafters = DrafterGroup()
         self.reads_text = bool(self.criteria or self.sampling.on_host)  # on the host
         self.keeps_text = self.reads_text or self.sampling.of_text
-        self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)
 
     def set_sampling(self, sampling: Sampling) -> None:
@@ -119,6 +122,10 @@ class Request:
     def lengths(self) -> Tensor:
         """[B] cached tokens of each row, the position of its root."""
         return self.committed.lengths
+
+    def next_policy(self) -> Policy:
+        """What grows the next round's tree: the policy, or a level of it where it is adaptive."""
+        return self.policy if self.depth is None else self.depth.next(self.rows.remaining > 0)
 
     def start_text(self, prompts: Tensor, pads: np.ndarray, vocabulary: int) -> None:
         """Take prompts [B, P], padded by `pads` [B] on the left, for the text so far."""
@@ -197,3 +204,4 @@ class Request:
             stacklevel=2,
         )
         self.drafters, self.states, self.policy = DrafterGroup(), [], ROOT_ONLY
+        self.depth = None

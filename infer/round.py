@@ -19,7 +19,7 @@ from .log_probabilities import LogProbabilities
 from .masked_proposals import MaskedProposals
 from .request import Request
 from .rules.rule_api import Accepted
-from .trees.policy import Committed
+from .trees.policy import Committed, Policy
 
 
 class Report(NamedTuple):
@@ -69,17 +69,22 @@ class _CheckedMember:
 
 
 def run_round(
-    request: Request, longest: int, even: bool, check: ProposalCheck | None
+    request: Request, policy: Policy, longest: int, even: bool, check: ProposalCheck | None
 ) -> tuple[Committed, Tensor]:
     """Run one round for all rows; returns what the next one starts from, and the report.
 
     Args:
+        policy: grows the tree, see `Request.next_policy`.
         longest: a bound on the roots' positions; even: whether all of them stand there.
     """
     drafter = proposer(within_forms(request, check or request.drafters))
-    tree = request.policy.grow(drafter, request.states, request.committed, request.children)
+    before = request.committed
+    tree = policy.grow(drafter, request.states, before, request.children)
     logits, features = request.target.verify(tree, request.lengths, longest, even)
-    return accept_and_commit(request, tree, logits, features, check)
+    committed, report = accept_and_commit(request, tree, logits, features, check)
+    if policy.nodes == 1 and request.drafters.members:  # which have not seen what was there before
+        committed = before.then(committed)
+    return committed, report
 
 
 def within_forms(request: Request, group: DrafterGroup | ProposalCheck) -> Any:
@@ -134,7 +139,7 @@ def pack(
     """
     tokens, steps = accepted.tokens, accepted.tokens.shape[1]
     parts = [tokens, accepted.count] if steps > 1 else [tokens]  # a tree's root is accepted
-    if steps > 1 and len(request.first_nodes) > 1:
+    if steps > 1 and len(request.policy.first_nodes) > 1:
         parts.append(accepted.path[:, 1])
     if request.keeps_text:
         # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
@@ -149,16 +154,16 @@ def pack(
     return torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else tokens
 
 
-def unpack(request: Request, packed: np.ndarray, steps: int) -> Report:
-    """A report as `pack` made it, of A = `steps` tokens a row."""
-    batch = len(request.rows.remaining)
+def unpack(request: Request, packed: np.ndarray, policy: Policy) -> Report:
+    """A report as `pack` made it, of a round whose tree that policy grew."""
+    batch, steps = len(request.rows.remaining), policy.max_depth + 1  # A
     size, nodes, met, drafter, logprobs = batch * steps, request.rows.one_node, None, None, None
     tokens, rest = packed[:size].reshape(batch, steps), packed[size:]
     if steps > 1:
         nodes, rest = rest[:batch], rest[batch:]
-        if len(request.first_nodes) > 1:
+        if len(policy.first_nodes) > 1:
             first, rest = rest[:batch], rest[batch:]
-            drafter = np.searchsorted(request.first_nodes, first, side="right") - 1
+            drafter = np.searchsorted(policy.first_nodes, first, side="right") - 1
     if request.criteria:
         met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
     if request.logprobs is not None:

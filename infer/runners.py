@@ -16,20 +16,24 @@ from headstart.heads.core import Biased, in_steps
 from headstart.heads.core.before import Unended
 from headstart.heads.core.sampling import NUMBERS, Suppressed, read_on_device
 
+from .depth import PLAIN_ROUNDS
 from .graphs import RoundGraphs, addresses
 from .request import FIRST_TOKENS, Request, first_tokens
 from .round import ProposalCheck, run_round
-from .trees.policy import Committed
+from .trees.policy import Committed, Policy
 
 
 class EagerRunner:
     """Runs rounds as they are written, and reads each one's report before the next one starts."""
 
     holds_ended_rows = False  # whether rounds leave rows that have ended where they are
-    slots_ahead = 0  # slots written by rounds that start before it is known where their row ends
+    drafts_always = False  # whether no round of an adaptive tree is plain
 
     def __init__(self, request: Request):
         self.request, self._rounds = request, 0
+        # Slots that are written behind a root beside the tree's: after plain rounds, drafters take
+        # in what these have committed.
+        self.slots_ahead = PLAIN_ROUNDS if request.times is not None else 0
 
     def start(self, batch: int, capacity: int) -> list[Any]:
         """The drafters' states for prompts that are about to be run, of at most so many slots."""
@@ -45,12 +49,12 @@ class EagerRunner:
     def refill(self) -> None:
         """Take over after rows were given other prompts; no round may be under way."""
 
-    def settle(self) -> Iterator[tuple[np.ndarray, int]]:
+    def settle(self) -> Iterator[tuple[np.ndarray, Policy]]:
         """The reports of rounds that have started; none starts meanwhile."""
         yield from ()
 
-    def next_report(self) -> tuple[np.ndarray, int]:
-        """The report of the round that started first, and A, the tokens of each row in it."""
+    def next_report(self) -> tuple[np.ndarray, Policy]:
+        """The report of the round that started first, and what grew its tree."""
         request, longest = self.request, self.request.rows.longest
         request.make_space(longest)
         check = None
@@ -58,8 +62,10 @@ class EagerRunner:
             check = ProposalCheck(request.drafters)
         self._rounds += 1
         request.drafters.reserve(request.states, longest, request.capacity.behind)
-        request.committed, packed = run_round(request, longest, request.rows.even, check)
-        return packed.cpu().numpy(), request.committed.tokens.shape[1]
+        policy = request.next_policy()
+        even = request.rows.even
+        request.committed, packed = run_round(request, policy, longest, even, check)
+        return packed.cpu().numpy(), policy
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """See `Request.restore_ended_rows`; `count` [B] tokens were emitted last."""
@@ -73,11 +79,13 @@ class CapturedRunner:
     """
 
     holds_ended_rows = True
+    drafts_always = True
 
     def __init__(self, request: Request, graphs: RoundGraphs):
         self.request, self.graphs = request, graphs
+        # Of rounds that start before it is known where their row ends.
         self.slots_ahead = 2 * (request.policy.max_depth + 1)
-        self._started: deque[tuple[Callable[[], np.ndarray], int]] = deque()  # report, its A
+        self._started: deque[tuple[Callable[[], np.ndarray], Policy]] = deque()
 
     def start(self, batch: int, capacity: int) -> list[Any]:
         return self.graphs.states(self.request.drafters, batch, capacity)
@@ -100,13 +108,7 @@ class CapturedRunner:
         for name in ("ends", "seen"):
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
-        # As wide as what rounds leave, so that the first one is of the same kind as the others.
-        steps = request.policy.max_depth + 1 - request.committed.tokens.shape[1]
-        request.committed = replace(
-            request.committed,
-            features=_repeat_last(request.committed.features, steps),
-            tokens=_repeat_last(request.committed.tokens, steps),
-        )
+        request.committed = self._widened(request.committed)
         self.refill()
 
     def refill(self) -> None:
@@ -114,20 +116,20 @@ class CapturedRunner:
         alive = torch.from_numpy(self.request.rows.remaining > 0)
         self._keep_rows(alive.to(self.request.lengths))
 
-    def settle(self) -> Iterator[tuple[np.ndarray, int]]:
+    def settle(self) -> Iterator[tuple[np.ndarray, Policy]]:
         while self._started:
-            read, steps = self._started.popleft()
-            yield read(), steps
+            read, policy = self._started.popleft()
+            yield read(), policy
 
-    def next_report(self) -> tuple[np.ndarray, int]:
+    def next_report(self) -> tuple[np.ndarray, Policy]:
         started = self._started
         if not started:
             self._start_round()
         # No further round starts where a row will have used its budget by then.
-        if self.request.rows.free > started[0][1]:
+        if self.request.rows.free > started[0][1].max_depth + 1:
             self._start_round()
-        read, steps = started.popleft()
-        return read(), steps
+        read, policy = started.popleft()
+        return read(), policy
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         # A round that has started has handed those tokens on already.
@@ -136,10 +138,11 @@ class CapturedRunner:
 
     def _start_round(self) -> None:
         request = self.request
-        longest = request.rows.longest + sum(steps for _, steps in self._started)
+        longest = request.rows.longest + sum(each.max_depth + 1 for _, each in self._started)
         request.make_space(longest)
-        report = self.graphs.send(self._run_round(self._bound(longest)))
-        self._started.append((report, request.committed.tokens.shape[1]))
+        policy = request.next_policy()
+        report = self.graphs.send(self._run_round(policy, self._bound(longest)))
+        self._started.append((report, policy))
 
     def _bound(self, longest: int) -> int:
         """A bound on the roots' positions that is the same for many rounds, as graphs have it."""
@@ -150,7 +153,7 @@ class CapturedRunner:
             return most
         return min(bucket(longest + self.slots_ahead), most)
 
-    def _run_round(self, longest: int) -> Tensor:
+    def _run_round(self, policy: Policy, longest: int) -> Tensor:
         """Do a round on tensors that stay, perhaps by replaying it; returns its report."""
         request, graphs = self.request, self.graphs
         request.drafters.reserve(request.states, longest, request.capacity.behind)
@@ -160,7 +163,7 @@ class CapturedRunner:
             text.ids = graphs.keep("ids", text.ids)
         weight = request.target.model.get_input_embeddings().weight  # another one after a move
         kind = (
-            *(request.policy, request.drafters.drafters, request.rule, request.expansion),
+            *(policy, request.drafters.drafters, request.rule, request.expansion),
             *(self._settings, request.committed.tokens.shape, longest, text.ends is None),
             *(request.keeps_text and text.ids.shape, request.logprobs),
             addresses(request.target.cache, request.states, weight),
@@ -168,12 +171,23 @@ class CapturedRunner:
         check = ProposalCheck(request.drafters) if request.drafters.members else None
 
         def work() -> tuple[Committed, Tensor]:
-            committed, report = run_round(request, longest, False, check)
+            committed, report = run_round(request, policy, longest, False, check)
             graphs.keep_states(request.states)
-            return self._kept(committed), report
+            return self._kept(self._widened(committed)), report
 
         request.committed, report = graphs.run(kind, work)
         return report
+
+    def _widened(self, committed: Committed) -> Committed:
+        """As wide as what rounds of the deepest tree leave, so that one kind can follow another."""
+        steps = self.request.policy.max_depth + 1 - committed.tokens.shape[1]
+        if not steps:
+            return committed
+        return replace(
+            committed,
+            features=_repeat_last(committed.features, steps),
+            tokens=_repeat_last(committed.tokens, steps),
+        )
 
     def _kept(self, committed: Committed) -> Committed:
         keep = self.graphs.keep

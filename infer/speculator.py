@@ -32,6 +32,7 @@ from headstart.heads.core import (
 )
 
 from .decoding_method import DecodingMethod, Given
+from .depth import RoundTimes
 from .generate_options import (
     Ending,
     check_autocast,
@@ -47,10 +48,12 @@ from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats
 from .streamer import hand_on
 from .tensor_parallel import leads, runner_of
+from .trees.adaptive import AdaptiveTree
 from .trees.by_request import USUAL, Kind, TreesByRequest, heat_of
 from .trees.expansions import Expansion
 from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
+from .trees.shapes import ADAPTIVE
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _Tree = Policy | str | Sequence[Sequence[int]] | None
@@ -108,7 +111,8 @@ class Speculator(DecodingMethod):
         drafter: bound to that target, or None to decode plainly in the same runtime; or several,
             whose trees are verified together, see `Union`.
         tree: a tree's name, such as `"chain:4"`, `"cartesian:3,2,1"`, `"best-first:32,8,5"` or
-            `"plain"`; a list of rank paths; or a policy. Or a mapping from (batch size,
+            `"plain"`, also with `"adaptive:"` before it, see `AdaptiveTree`; a list of rank paths;
+            or a policy. Or a mapping from (batch size,
             temperature) to these, of which each request takes the nearest. None is the deepest
             chain (of each drafter).
         rule: which drafted tokens are accepted when sampling: `coupled` (None takes it), `match`,
@@ -186,7 +190,10 @@ class Speculator(DecodingMethod):
         self._release_threads()
 
     def _policy(self, tree: _Tree) -> Policy:
-        return default_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
+        if tree is None or tree == ADAPTIVE:
+            own = default_tree(self.drafters.drafters)
+            return own if tree is None else AdaptiveTree(own)
+        return parse_tree(tree)
 
     def _set_up(self, target: PreTrainedModel) -> None:
         """Find how the target is run, where it is and in its dtype."""
@@ -201,6 +208,7 @@ class Speculator(DecodingMethod):
             raise OptionError(f"graphs is True, and {reason}; leave graphs out.")
         captured = captures_rounds(target) if self._captures is None else self._captures
         self.graphs = RoundGraphs.on(self.device) if captured else None
+        self._times = dict[tuple[Policy, int, bool], RoundTimes]()
         self._place = place
 
     @property
@@ -239,7 +247,7 @@ class Speculator(DecodingMethod):
     def _spare(self) -> Speculator:
         """Another speculator like this one, for a single request; it captures no rounds."""
         spare = copy.copy(self)
-        spare.target, spare.graphs = self.target.spare(), None
+        spare.target, spare.graphs, spare._times = self.target.spare(), None, {}
         spare._lock, spare._decodes = threading.RLock(), False
         return spare
 
@@ -269,6 +277,16 @@ class Speculator(DecodingMethod):
     def tree_of(self, batch: int = 1, temperature: float = 0.0) -> Policy:
         """The tree of requests of so many prompts, sampled at a temperature; 0 is greedily."""
         return self.trees.of(batch, temperature)
+
+    def times_of(self, batch: int, temperature: float) -> RoundTimes | None:
+        """What is known of the rounds of such requests, where their tree is adaptive; else None."""
+        tree = self.tree_of(batch, temperature)
+        if not isinstance(tree, AdaptiveTree):
+            return None
+        kind = tree, batch, temperature > 0
+        # Of each kind of rounds that are captured, the first runs as written, then one is captured.
+        warm = 1 if self.graphs is None else 2
+        return self._times.setdefault(kind, RoundTimes(tree.levels, warm))
 
     @property
     def drafter(self) -> Drafter | DrafterGroup | None:
@@ -352,10 +370,11 @@ class Speculator(DecodingMethod):
         sampling = read_sampling(config, logits_processor, seed, input_ids, vocab)
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
+        heat = heat_of(config.do_sample, config.temperature)
         request = Request(
             self.target,
             self.decoding_drafters,
-            self.tree_of(len(input_ids), heat_of(config.do_sample, config.temperature)),
+            self.tree_of(len(input_ids), heat),
             sampling,
             rule=rule,
             expansion=self.expansion if rule.samples else rule.children,
@@ -363,6 +382,7 @@ class Speculator(DecodingMethod):
             criteria=ending.others,
             pad=ending.pad,
             record=Record.asked(config),
+            times=self.times_of(len(input_ids), heat),
             logprobs=read_logprobs(logprobs, vocab),
         )
         return request, ending, mask

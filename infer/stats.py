@@ -1,6 +1,5 @@
 """What is kept of a request's rounds: a report each, what they add up to, and their scores."""
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import reduce
@@ -158,11 +157,13 @@ class Stats:
     @property
     def acceptance_by_depth(self) -> list[float]:
         """Acceptance at depth 1 … D, given that the parent was accepted; NaN where none was."""
-        reached = np.zeros(self.depth + 1)
+        tried, accepted = np.zeros((2, self.depth))
         for emitted in self._rounds:
             nodes = emitted.nodes[emitted.count > 0, None]
-            reached += (nodes > np.arange(self.depth + 1)).sum(0)
-        return [float(b / a) if a else float("nan") for a, b in itertools.pairwise(reached)]
+            depths = np.arange(1, emitted.tokens.shape[1])  # of the round's tree
+            tried[: len(depths)] += (nodes >= depths).sum(0)
+            accepted[: len(depths)] += (nodes > depths).sum(0)
+        return [float(b / a) if a else math.nan for a, b in zip(tried, accepted, strict=True)]
 
 
 class Record:

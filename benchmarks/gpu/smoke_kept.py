@@ -1,4 +1,4 @@
-"""The items of `smoke` about what one request leaves for the next: answers, and texts' keys."""
+"""The items of `smoke` about what one request leaves for the next: answers, times, texts' keys."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def kept(place: Place) -> Items:
     yield "an answer again, suffix", partial(_again, place)
     yield "an early exit alone", partial(_alone, place)
     yield "several drafters", partial(_several, place, ("draft_model", "suffix"), f"chain:2+{tree}")
+    for name in ("medusa", "eagle3", "draft_model"):
+        yield f"adaptive depths, {name}", partial(_adaptive, place, name)
     for name in ("medusa", "suffix"):
         yield f"forms between captured requests, {name}", partial(_forms, place, name)
     yield "threads whose prompts begin alike", partial(_threads, place)
@@ -84,6 +86,17 @@ def _alone(place: Place) -> dict[str, Any]:
 def _several(place: Place, names: Sequence[str], tree: str) -> dict[str, Any]:
     drafters = [random_drafter(name, small_target(place.device)) for name in names]
     return _compared(place, drafters, _others, tree=tree)
+
+
+def _adaptive(place: Place, name: str) -> dict[str, Any]:
+    """Rounds of several depths in turn, which are chosen by the clock: the text is plain's."""
+    drafters = [random_drafter(name, small_target(place.device))]
+    with watched_paths() as paths:
+        texts, counts = _ran(place, drafters, _others, True, tree="adaptive:chain:4")
+    paths.check()
+    if not all(map(torch.equal, texts, _ran(place, [], _others, False)[0])):
+        raise AssertionError("captured rounds write another text than plain decoding")
+    return {"rounds": list(map(len, counts)), **paths.to_dict()}
 
 
 def _others(speculator: Speculator) -> list[Tensor]:

@@ -34,8 +34,9 @@ _DRAFTER = (
 _WHOLE = "run each prompt whole, also where it begins as an earlier text"
 _TREE = (
     "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
-    "rank paths; for several drafters one tree each, joined by + (default: the drafter's plan for "
-    "this machine, or the tree of its training)"
+    "rank paths; for several drafters one tree each, joined by +; adaptive, or adaptive: before a "
+    "tree, for a depth that follows what is accepted (default: the drafter's plan for this "
+    "machine, or the tree of its training)"
 )
 RULE = (
     "how drafted tokens are accepted: greedy, coupled, match, rejection, block, traversal or "

@@ -170,8 +170,8 @@ def remarks(report: Report) -> list[str]:
         at = f"temperature {sampled['temperature']:g}"
         slower = "is not shown to be faster" if speedup.get("within_noise") else "is slower"
         said.append(
-            f"Sampled at {at}, drafting {slower} here: leave --drafter out at this temperature, or "
-            f"let headstart plan --{at} choose the tree."
+            f"Sampled at {at}, drafting {slower} here: --tree adaptive drafts no deeper than pays, "
+            f"and headstart plan --{at} finds the fastest tree, or none."
         )
     return said
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from headstart.heads import OptionError
 
 from ..trees.expansions import SAMPLED, Expansion
+from ..trees.shapes import AdaptiveShape
 
 if TYPE_CHECKING:
     from headstart.heads import Sampling
@@ -74,7 +75,14 @@ class Rule:
         return cast(Expansion, expansion)
 
     def check_tree(self, tree: Policy) -> None:
-        """Refuse a policy whose trees branch, for a rule of chains, by an `OptionError`."""
+        """Refuse a policy whose trees branch, for a rule of chains, by an `OptionError`; and one
+        of changing depth, for a rule under which the text depends on it."""
+        if isinstance(tree, AdaptiveShape) and not self.same_text:
+            raise OptionError(
+                f"rule {self.name!r} with tree {tree.label}: its text depends on the trees, and "
+                "an adaptive one on how long rounds take, so a seed would not give it again; use "
+                "rule 'coupled' or 'match', or another tree."
+            )
         if self.chains_only and not tree.in_place:
             raise OptionError(
                 f"rule {self.name!r} takes a chain, found tree {tree.label}; use rule 'traversal', "

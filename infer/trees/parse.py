@@ -4,15 +4,17 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from headstart.heads import Drafter
+from headstart.heads import Drafter, OptionError
 
+from .adaptive import AdaptiveTree
 from .policy import Policy
 from .search import Beam, BestFirst
+from .shapes import ADAPTIVE
 from .static import StaticTree
 from .texts import Kinds, check_static, read_tree
 from .union import Union
 
-_POLICIES = Kinds(StaticTree, BestFirst, Beam, Union)
+_POLICIES = Kinds(StaticTree, BestFirst, Beam, Union, AdaptiveTree)
 
 
 def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
@@ -24,6 +26,11 @@ def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
     >>> str(parse_tree("beam:3,4")), parse_tree("beam:3,4").nodes
     ('beam:3,4', 13)
     """
+    if text == ADAPTIVE:
+        raise OptionError(
+            "tree 'adaptive' is for a drafter that has a tree; expected the tree to adapt, such as "
+            "adaptive:chain:7."
+        )
     if isinstance(text, str):
         return read_tree(text, _POLICIES)
     return text if isinstance(text, Policy) else StaticTree(text)

@@ -1,10 +1,14 @@
 """What every policy of growing a token tree has, and what each round gives it."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, TokenTree
 from headstart.heads.group import members
@@ -27,6 +31,22 @@ class Committed:
     def root(self) -> Tensor:
         """[B, 1], the last committed token."""
         return self.tokens[:, -1:]
+
+    def then(self, one: Committed) -> Committed:
+        """Both, for drafters that have seen neither; the second has a token for each row, or none.
+
+        >>> features, numbers = torch.ones(1, 2, 4), torch.tensor([[1], [7]])
+        >>> first = Committed(features, torch.tensor([[5, 5]]), *numbers)
+        >>> both = first.then(Committed(features[:, :1], torch.tensor([[6]]), *numbers))
+        >>> both.tokens.tolist(), both.count.tolist()
+        ([[5, 6, 6]], [2])
+        """
+        columns = torch.arange(self.tokens.shape[1] + 1, device=self.tokens.device)
+        first = columns < self.count.unsqueeze(1)  # [B, A + 1]
+        tokens = torch.where(first, pad(self.tokens, (0, 1)), one.tokens)
+        features = pad(self.features, (0, 0, 0, 1))
+        features = torch.where(first.unsqueeze(-1), features, one.features)
+        return Committed(features, tokens, self.count + one.count, one.lengths)
 
 
 class Policy(ABC):
@@ -58,6 +78,10 @@ class Policy(ABC):
         check_grown_by(self, [member.max_depth for member in members(drafter)])
         if reason := self.bias(expansion):
             raise OptionError(reason)
+
+    @abstractmethod
+    def cut(self, depth: int) -> Self:
+        """The same kind of tree, whose deepest level is `depth`, from 1 to its own."""
 
     def bias(self, expansion: Expansion) -> str:
         """Why the tree would bias children so chosen, and what to do; empty where it does not."""

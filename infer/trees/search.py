@@ -6,7 +6,7 @@ children must be a function of the proposals (`topk`, `coupled`); drawn ones wou
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -124,6 +124,11 @@ class BestFirst(BestFirstShape, SearchedTree):
         check_size(str(self), candidates=self.ranked(self.extended(drafter)))
         self.check_ranked(self.extended(drafter))
 
+    def cut(self, depth: int) -> Self:
+        """See `Policy`: of as many nodes, or of all that are ranked down to there."""
+        ranked = self.ranked(self.frontier or self.width, depth)
+        return type(self)(min(self.nodes, ranked + 1), self.width, depth, self.frontier)
+
     def extended(self, drafter: Drafter) -> int:
         return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
 
@@ -150,6 +155,9 @@ class Beam(BeamShape, SearchedTree):
     Raises:
         OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
     """
+
+    def cut(self, depth: int) -> Self:
+        return type(self)(self.width, depth, min(self.nodes, 1 + self.width * depth))
 
     def extended(self, drafter: Drafter) -> int:
         return self.width

@@ -41,10 +41,10 @@ class BestFirstShape:
         numbers = [self.nodes, self.width, self.max_depth, self.frontier]
         return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
 
-    def ranked(self, frontier: int) -> int:
-        """How many nodes are ranked in a round when so many of a level are extended."""
+    def ranked(self, frontier: int, depth: int | None = None) -> int:
+        """How many nodes are ranked down to a depth when so many of a level are extended."""
         extended, candidates = 1, 0
-        for _ in range(self.max_depth):
+        for _ in range(self.max_depth if depth is None else depth):
             candidates += extended * self.width
             extended = min(frontier, extended * self.width)
         return candidates
@@ -93,7 +93,12 @@ class UnionShape:
     parts: tuple[Any, ...]
 
     def __init__(self, parts: Sequence[Shape]):
-        text = "+".join(getattr(part, "label", str(part)) for part in parts)
+        text = "+".join(map(_label, parts))
+        if any(isinstance(part, AdaptiveShape) for part in parts):
+            raise OptionError(
+                f"tree {text} adapts the depth of a part, and all parts have one depth at a time; "
+                f"write {AdaptiveShape.prefix} once, before the first part."
+            )
         if len(parts) < 2 or any(part.nodes < 2 for part in parts):
             raise OptionError(
                 f"tree {text} is no union; expected two or more trees, each with a node "
@@ -104,6 +109,55 @@ class UnionShape:
         self.first_nodes = tuple(firsts)
         check_size(text, self.nodes)
         self.max_depth = max(part.max_depth for part in parts)
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts))
+
+    @property
+    def label(self) -> str:
+        return "+".join(map(_label, self.parts))
+
+
+ADAPTIVE = "adaptive"
+"""The tree that a drafter has anyway, as an adaptive one."""
+
+
+class AdaptiveShape:
+    """`adaptive:TREE`, see `AdaptiveTree`: the numbers are those of the tree, its deepest one.
+
+    Args:
+        tree: None for the drafter's own, of which nothing is known but that it has a node.
+
+    Raises:
+        OptionError: a tree without a node beside the root, or one that is adaptive itself.
+    """
+
+    prefix = "adaptive:"
+    tree: Any
+
+    def __init__(self, tree: Shape | None = None):
+        self.tree = tree
+        if tree is None:
+            self.nodes, self.max_depth, self.first_nodes = 2, 1, (1,)
+            return
+        if tree.nodes < 2 or isinstance(tree, AdaptiveShape):
+            raise OptionError(
+                f"tree {self.prefix}{tree} has no depth to adapt; expected one with a node beside "
+                f"the root, such as {self.prefix}chain:7."
+            )
+        self.nodes, self.max_depth = tree.nodes, tree.max_depth
+        self.first_nodes = getattr(tree, "first_nodes", (1,))
+
+    def __str__(self) -> str:
+        return ADAPTIVE if self.tree is None else f"{self.prefix}{self.tree}"
+
+    @property
+    def label(self) -> str:
+        return ADAPTIVE if self.tree is None else self.prefix + _label(self.tree)
+
+
+def _label(tree: Shape) -> str:
+    return getattr(tree, "label", str(tree))
 
 
 def check_levels(text: str, nodes: int, depth: int) -> None:
@@ -139,7 +193,12 @@ def check_grown_by(tree: Shape, depths: Sequence[int | None]) -> None:
     ...     print(str(error).partition(";")[0])
     tree beam:2,5 is 5 deep, but the drafter proposes 3 tokens
     """
-    text, found = getattr(tree, "label", str(tree)), len(depths)
+    found = len(depths)
+    if isinstance(tree, AdaptiveShape):
+        if tree.tree is None and found:
+            return
+        tree = tree.tree or tree
+    text = _label(tree)
     if isinstance(tree, UnionShape):
         if found != len(tree.parts):
             drafters = counted(found, "drafter") if found else "no drafters"

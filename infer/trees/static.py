@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class StaticTree(RankPaths, Policy):
         # Captured CUDA graphs read these tensors, so they live as long as the policy.
         self.shape, self._levels = cache(self._shape), cache(self._make_levels)
         self._one_level = cache(self._make_one_level)
+
+    def cut(self, depth: int) -> Self:
+        return type(self)([path for path in self.paths if len(path) <= depth])
 
     def bias(self, expansion: Expansion) -> str:
         """See `Policy`: gaps in the ranks of distinct draws.

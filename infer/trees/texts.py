@@ -10,12 +10,13 @@ from headstart.heads import OptionError
 
 from .limits import check_size
 from .paths import RankPaths
-from .shapes import BeamShape, BestFirstShape, UnionShape
+from .shapes import ADAPTIVE, AdaptiveShape, BeamShape, BestFirstShape, UnionShape
 
 TREES = (
     "plain, chain:DEPTH, cartesian:WIDTH,WIDTH,…, best-first:NODES,WIDTH,DEPTH[,FRONTIER], "
     "beam:WIDTH,LENGTH[,NODES], a JSON list of rank paths such as [[0],[1],[0,0]], or the path of "
-    "a .json file that holds one; with several drafters a tree for each, joined by +"
+    "a .json file that holds one; with several drafters a tree for each, joined by +; and "
+    "adaptive:TREE, one of these whose depth follows what is accepted, or adaptive alone"
 )
 
 _MOST_BYTES = 2**24  # of a file; the longest list of paths within the limits is far shorter
@@ -29,6 +30,7 @@ class Kinds:
     best_first: type[BestFirstShape] = BestFirstShape
     beam: type[BeamShape] = BeamShape
     union: type[UnionShape] = UnionShape
+    adaptive: type[AdaptiveShape] = AdaptiveShape
 
     def numbered(self, name: str) -> Callable[..., Any]:
         """What makes a tree of the numbers after its name."""
@@ -52,6 +54,10 @@ def read_tree(text: str, kinds: Kinds = SHAPES) -> Any:
     >>> read_tree("beam:3,4+chain:2").nodes
     15
     """
+    if text == ADAPTIVE:
+        return AdaptiveShape()
+    if text.startswith(AdaptiveShape.prefix):
+        return kinds.adaptive(read_tree(text.removeprefix(AdaptiveShape.prefix), kinds))
     if (tree := _part(text, kinds)) is not None:
         return tree
     if "+" in text:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -59,12 +59,8 @@ class Union(UnionShape, Policy):
         self._static = all(isinstance(part, StaticTree) for part in self.parts)
         self.shape = cache(self._shape)  # of static parts; kept as `StaticTree` keeps its own
 
-    def __str__(self) -> str:
-        return "+".join(map(str, self.parts))
-
-    @property
-    def label(self) -> str:
-        return "+".join(part.label for part in self.parts)
+    def cut(self, depth: int) -> Self:
+        return type(self)([part.cut(min(depth, part.max_depth)) for part in self.parts])
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         super().check(drafter, expansion)

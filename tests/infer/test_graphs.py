@@ -314,9 +314,9 @@ def test_rounds_run_ahead_as_long_as_a_row_cannot_end(monkeypatch: pytest.Monkey
 
     def counted(self: CapturedRunner) -> Any:
         left = int(self.request.rows.remaining[0])
-        report, steps = true(self)
-        seen.append((left > steps, len(self._started)))
-        return report, steps
+        report, policy = true(self)
+        seen.append((left > policy.max_depth + 1, len(self._started)))
+        return report, policy
 
     monkeypatch.setattr(CapturedRunner, "next_report", counted)
     replayed, _, _ = both("medusa", tree="chain:3")
