@@ -13,9 +13,11 @@ another, so a tree is grown over their marginals (`best-first`, as in DDTree, ar
 JetSpec (arXiv 2606.18394) has a block in which no place sees those after it: `causal`. In DSpark
 (arXiv 2607.05147) the anchor's place predicts the first draft (`sample_from_anchor`), and the token
 before a draft adds a low-rank term to its logits (`markov_rank`), by which drafts depend on each
-other: then a tree is grown level by level, at the cost of that term alone. DFlash2 (by DFlash's
-authors) has a term that also depends on the draft's own state (`selector_rank`) and chooses among
-the tokens that are best without it, and convolutions in its layers (`conv_kernel_size`).
+other: then a tree is grown level by level, at the cost of that term alone. The term may also depend
+on the draft's own state, or on all drafts before (`markov_head_type`). Domino (arXiv 2605.29707)
+has a GRU over the drafts before (`domino_rank`). DFlash2 (by DFlash's authors) has a term that also
+depends on the draft's own state (`selector_rank`) and chooses among the tokens that are best
+without it, and convolutions in its layers (`conv_kernel_size`).
 """
 
 from collections.abc import Callable
@@ -31,14 +33,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from .checkpoint import Found
 from .core import AttentionWindows, OptionError, OutputLayer, best_of, weight_of
 from .declared.dflash import DFlashFields
-from .drafter import DrafterConfig, Step, last_true
+from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.block_layers import BlockConvolution, ConvolvedLayer
 from .parts.cached_layers import DraftCache
 from .parts.context_layers import ContextLayers, run_blocks
 from .parts.draft_attention import Mask, block_mask, chosen_positions
 from .parts.own_layers import layer_like, norm_scale, own_layers, unit_scale_init
-from .parts.pair_terms import MarkovTerm, PairTerm, SelectorTerm
-from .parts.published.dflash import DFLASH, check_embedding_scale, dflash
+from .parts.pair_terms import DominoTerm, MarkovTerm, PairTerm, SelectorTerm, in_a_row
+from .parts.published.dflash import check_embedding_scale, dflash
+from .parts.published.dflash_files import DFLASH
 from .parts.vocabulary import TokenConditioned
 from .trainable import DraftLogits
 
@@ -84,13 +87,15 @@ def spread_layers(target: PreTrainedModel, count: int) -> list[int]:
 
 @dataclass
 class DFlashState:
-    """The text's cache; and of a round the drafts' states, and the depth of the last level."""
+    """The text's cache; and of a round the drafts' states, the depth of the last level, and what
+    the term of the tokens before keeps at every node, if it has states."""
 
-    scratch: ClassVar = ("states",)
+    scratch: ClassVar = ("states", "kept")
 
     cached: DraftCache
     states: Tensor = field(init=False)  # [B, K, D]
     level: int = 0
+    kept: Tensor | None = None  # [B, 1 + nodes, S], the root's first
 
 
 _CLEAR = 4.0
@@ -132,11 +137,13 @@ class DFlash(TokenConditioned):
                 ConvolvedLayer(self.model.config, number, *how) for number in range(len(shapes))
             )
         ends = config.vocab_size, config.output_size, size
-        self.markov_head = self.candidate_selector = None
+        self.markov_head = self.candidate_selector = self.domino = None
         if config.markov_rank:
-            self.markov_head = MarkovTerm(*ends, config.markov_rank)
+            self.markov_head = MarkovTerm(*ends, config.markov_rank, config.markov_head_type)
         if config.selector_rank:
             self.candidate_selector = SelectorTerm(*ends, config.selector_rank)
+        if config.domino_rank:
+            self.domino = DominoTerm(*ends[1:], config.domino_rank, config.gru_hidden_dim)
         self.independent = self._term is None
         self._layers = ContextLayers(self.model, shapes)
         self._windows = AttentionWindows.of(self.model)
@@ -206,20 +213,34 @@ class DFlash(TokenConditioned):
         self._layers.add_text(state.cached, count, self._context(features))
         anchor = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
         found = self._layers.block(state.cached, self._block(anchor), self.config.is_causal)
-        state.states, state.level = self._drafts(found), 0
+        state.states, state.level, state.kept = self._drafts(found), 0, None
         if self.independent:
             return self.propose(state.states)  # [B, K, V]
-        return self._level(state, anchor)
+        return self._level(state, anchor, None)
 
     def extend(self, state: DFlashState, tokens: Tensor, parent: Tensor) -> Step:
         state.level += 1
-        return self._level(state, tokens)
+        before = state.kept
+        return self._level(
+            state, tokens, None if before is None else entries_at(before, parent + 1)
+        )
 
-    def _level(self, state: DFlashState, tokens: Tensor) -> Step:
-        """The proposals for the children of nodes of one level with these tokens [B, W]."""
+    def _level(self, state: DFlashState, tokens: Tensor, before: Tensor | None) -> Step:
+        """The proposals for the children of nodes of one level.
+
+        Args:
+            tokens: of these nodes, [B, W].
+            before: what the term keeps at their parents, [B, W, S]; None at the root, and for a
+                term without states.
+        """
         states = state.states[:, state.level, None]  # [B, 1, D], the same for all of them
         alone = self._output(states)  # [B, 1, Vd]
-        logits = alone + self._term.last(self._term(tokens, states))  # [B, W, Vd]
+        numbers, kept = self._term(self._read(tokens), states, before)
+        if kept is not None:
+            state.kept = kept if state.kept is None else torch.cat([state.kept, kept], 1)
+        if state.level < self._without_term:
+            return Step(alone.expand(-1, tokens.shape[1], -1), self.draft_vocabulary)
+        logits = alone + self._term.last(numbers)  # [B, W, Vd]
         if self._chooses:
             logits = logits + self._candidates(alone)
         return Step(logits, self.draft_vocabulary)
@@ -238,7 +259,17 @@ class DFlash(TokenConditioned):
     @property
     def _term(self) -> PairTerm:
         """What the token before a draft adds; None for nothing."""
-        return self.markov_head if self.candidate_selector is None else self.candidate_selector
+        terms = (self.markov_head, self.candidate_selector, self.domino)
+        return next((term for term in terms if term is not None), None)
+
+    @property
+    def _without_term(self) -> int:
+        """To how many drafts of a block the term adds nothing."""
+        return self.config.pure_draft_prefix_len if self.domino is not None else 0
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        """Tokens [...], or their embeddings [..., D] where the term reads these."""
+        return self.embed(tokens) if self._term.reads_embeddings else tokens
 
     @property
     def _output(self) -> Callable[[Tensor], Tensor]:
@@ -324,7 +355,10 @@ class DFlash(TokenConditioned):
         row, place = where.nonzero(as_tuple=True)  # [M] each
         ahead = place + torch.arange(1, len(states) + 1, device=row.device).unsqueeze(1)
         before = tokens[row, ahead.clamp(max=length - 1)]  # [K, M], the token before each draft
-        return torch.cat([states, self._term(before, states)], -1)  # [K, M, D + r]
+        numbers = in_a_row(self._term, self._read(before), states)  # [K, M, r]
+        if alone := self._without_term:
+            numbers = torch.cat([torch.zeros_like(numbers[:alone]), numbers[alone:]])
+        return torch.cat([states, numbers], -1)  # [K, M, D + r]
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.independent:

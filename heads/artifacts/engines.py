@@ -59,9 +59,10 @@ def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | Non
     if _in_target(drafter):
         start = f"python -m sglang.launch_server --model-path {shlex.quote(place)}"
         return f"{start} --speculative-algorithm NEXTN {chain}"
+    method = "DSPARK" if getattr(drafter.config, "markov_rank", 0) else _SGLANG[name]
     line = (
         f"python -m sglang.launch_server --model-path {shlex.quote(_target(drafter))} "
-        f"--speculative-algorithm {_SGLANG[name]} "
+        f"--speculative-algorithm {method} "
         f"--speculative-draft-model-path {shlex.quote(place)}{at}"
     )
     if name == "dflash":  # its config says how many
@@ -138,9 +139,9 @@ def _serve_speculators(
 ) -> str | None:
     """vLLM names the target too, since it takes none from a drafter's config that is a folder.
 
-    It reads no EAGLE-1 of this form, runs no DFlash whose newest token's place drafts, and runs
-    every window of a DSpark as a causal one. A module for MTP is put into its target's checkpoint
-    first.
+    It reads no EAGLE-1 of this form, runs no DFlash whose newest token's place drafts, runs every
+    window of a DSpark as a causal one, and knows its vanilla term alone. A module for MTP is put
+    into its target's checkpoint first.
     """
     own: Any = drafter.config
     name = own.family_name()
@@ -155,7 +156,7 @@ def _serve_speculators(
     pairs = bool(getattr(own, "markov_rank", 0))
     if name == "eagle" or (name == "dflash" and own.sample_from_anchor and not pairs):
         return None
-    if pairs and own.window and not own.is_causal(own.window):
+    if pairs and (own.markov_head_type != "vanilla" or own.windows_both_ways):
         return None
     method = "dspark" if pairs else _VLLM[name]
     return _vllm(drafter, method, place, tokens, revision)

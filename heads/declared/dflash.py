@@ -29,6 +29,12 @@ class DFlashFields(LayerFields):
         sample_from_anchor: whether the newest token's own place predicts the first draft (DSpark).
         markov_rank: rank of the term that the token before a draft adds to its logits (DSpark); 0
             for none.
+        markov_head_type: what that term also depends on: nothing (vanilla), the draft's own state
+            (gated), or that and all drafts before (rnn).
+        domino_rank: rank of a term that depends on the draft's own state and, by a GRU, on all
+            drafts before (Domino); 0 for none. Its authors call it emb_dim, and take 256.
+        gru_hidden_dim: the size of that GRU.
+        pure_draft_prefix_len: to how many drafts, the first of a block, that term adds nothing.
         selector_rank: rank of a term that also depends on the draft's own state (DFlash2); 0 for
             none.
         selector_top_k: with `selector_rank`, among how many tokens, the best without the term, a
@@ -51,6 +57,10 @@ class DFlashFields(LayerFields):
     causal_windows: bool = True
     sample_from_anchor: bool = False
     markov_rank: int = 0
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    domino_rank: int = 0
+    gru_hidden_dim: int = 1024
+    pure_draft_prefix_len: int = 1
     selector_rank: int = 0
     selector_top_k: int = 16
     conv_kernel_size: int = 0
@@ -62,13 +72,14 @@ class DFlashFields(LayerFields):
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("depths", "layers", "feature_layers", "output", "draft_vocab_size"),
         *("mask_token_id", "causal", "window", "causal_windows"),
-        *("sample_from_anchor", "markov_rank", "anchors", "partial_rotary_factor"),
+        *("sample_from_anchor", "markov_rank", "markov_head_type", "anchors"),
+        *("domino_rank", "gru_hidden_dim", "pure_draft_prefix_len", "partial_rotary_factor"),
         *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
     )
     RANGES: ClassVar = {
-        "at least 1": ("depths", "layers", "conv_group_size"),
+        "at least 1": ("depths", "layers", "conv_group_size", "gru_hidden_dim"),
         "at least 0": (
-            *("markov_rank", "anchors", "window"),
+            *("markov_rank", "anchors", "window", "domino_rank", "pure_draft_prefix_len"),
             *("selector_rank", "selector_top_k", "conv_kernel_size"),
         ),
         "more than 0": ("output_multiplier",),
@@ -76,6 +87,9 @@ class DFlashFields(LayerFields):
     }
     NEEDS: ClassVar = {
         "causal_windows": "window",
+        "markov_head_type": "markov_rank",
+        "gru_hidden_dim": "domino_rank",
+        "pure_draft_prefix_len": "domino_rank",
         "selector_top_k": "selector_rank",
         "conv_group_size": "conv_kernel_size",
     }
@@ -86,11 +100,10 @@ class DFlashFields(LayerFields):
 
     def validate_terms(self) -> None:
         """Part of the config's own validation."""
-        if self.markov_rank and self.selector_rank:
-            raise OptionError(
-                f"drafter.markov_rank is {self.markov_rank} and drafter.selector_rank "
-                f"{self.selector_rank}; expected one of the two terms."
-            )
+        terms = ("markov_rank", "selector_rank", "domino_rank")
+        if len(there := [name for name in terms if getattr(self, name)]) > 1:
+            found = " and ".join(f"drafter.{name} is {getattr(self, name)}" for name in there)
+            raise OptionError(f"{found}; expected one of these terms.")
         if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
             raise OptionError(
                 f"drafter.conv_group_size is {self.conv_group_size}, which does not divide the "
@@ -100,6 +113,11 @@ class DFlashFields(LayerFields):
     def is_causal(self, window: int | None) -> bool:
         """Whether a place does not see those after it, in layers with such a window or none."""
         return self.causal or (window is not None and self.causal_windows)
+
+    @property
+    def windows_both_ways(self) -> bool:
+        """Whether there are layers with a window in which a place sees those after it."""
+        return bool(self.window) and not self.is_causal(self.window)
 
     def shapes(self) -> Shapes:
         layer, size = Layer.of(self.layer), self.hidden_size
@@ -111,6 +129,19 @@ class DFlashFields(LayerFields):
         for number, tokens in ((1, self.vocab_size), (2, self.output_size)):
             if rank:
                 found[f"markov_head.markov_w{number}.weight"] = [tokens, rank]
+        if rank and self.markov_head_type != "vanilla":
+            gated = self.markov_head_type == "gated"
+            name = f"markov_head.{'gate' if gated else 'joint'}_proj"
+            out, read = (rank, size + rank) if gated else (3 * rank, 2 * rank + size)
+            found |= {f"{name}.weight": [out, read], f"{name}.bias": [out]}
+        if rank := self.domino_rank:
+            wide = self.gru_hidden_dim
+            found |= {
+                "domino.gru_input.weight": [3 * wide, size],
+                "domino.gru_state.weight": [3 * wide, wide],
+                "domino.inner.weight": [rank, size + wide],
+                "domino.outer.weight": [self.output_size, rank],
+            }
         if rank := self.selector_rank:
             found |= {
                 "candidate_selector.predecessor_codebook.weight": [self.vocab_size, rank],

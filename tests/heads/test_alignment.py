@@ -54,6 +54,9 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("dflash", {"depths": DEPTHS, "layers": 1, "sample_from_anchor": True, "markov_rank": 5}),
+    ("dflash", {"depths": DEPTHS, "layers": 1, "markov_rank": 5, "markov_head_type": "gated"}),
+    ("dflash", {"depths": DEPTHS, "layers": 1, "markov_rank": 5, "markov_head_type": "rnn"}),
+    ("dflash", {"depths": DEPTHS, "layers": 1, "domino_rank": 5, "gru_hidden_dim": 9}),
     ("dflash", {"depths": DEPTHS, "layers": 1, "output": "trimmed", "draft_vocab_size": 40}),
     (
         "dflash",

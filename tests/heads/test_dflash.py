@@ -31,6 +31,12 @@ FORMS = {
     "DSpark": Form(dspark=True, rank=6),
     "DSpark without a term": Form(dspark=True),
     "DFlash with a term": Form(rank=3),
+    "DSpark with a gate": Form(dspark=True, rank=6, kind="gated"),
+    "DSpark with a cell": Form(dspark=True, rank=6, kind="rnn"),
+    "DFlash with a cell": Form(rank=4, kind="rnn"),
+    "Domino": Form(domino=5, from_anchor=True),
+    "Domino from a mask": Form(domino=7, plain=0),
+    "Domino after two drafts": Form(domino=7, plain=2, causal=True),
     "windows": Form(layers=3, window=3, seeing_all=2),
     "windows alone": Form(window=4, seeing_all=-1),
     "windows both ways": Form(window=3, both_ways=True),
@@ -91,8 +97,8 @@ def drafted(drafter: Any, features: Tensor, tokens: list[int], prompt: int) -> T
 def test_published_checkpoints_draft_as_defined(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     drafter = loaded(form, tmp_path)
-    assert drafter.max_depth == form.block - (not form.dspark)
-    assert drafter.independent == (not form.rank and not form.selector)
+    assert drafter.max_depth == form.block - (not form.dspark and not form.from_anchor)
+    assert drafter.independent == (not form.rank and not form.selector and not form.domino)
     assert list(drafter.config.feature_layers) == [1, 2], "the outputs of layers 0 and 1"
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(9, 64, generator=generator, dtype=torch.float64)
@@ -221,7 +227,9 @@ def test_it_is_what_transformers_runs(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["DFlash", "DSpark", "windows", "DFlash2"])
+@pytest.mark.parametrize(
+    "name", ["DFlash", "DSpark", "DSpark with a cell", "Domino", "windows", "DFlash2"]
+)
 @pytest.mark.parametrize("tree", ["chain:4", "best-first:9,4,3", "cartesian:2,2,1"])
 def test_it_decodes_what_the_target_says(name: str, tree: str, tmp_path: Path) -> None:
     ids, mask = prompts([9, 4, 7])
@@ -266,6 +274,7 @@ def windows_outside(form: Form) -> dict[str, Any]:
 
 
 ONE, TERM, FROM_ANCHOR = Form(layers=1), FORMS["DSpark"], FORMS["DSpark without a term"]
+DOMINO = FORMS["Domino"]
 VERIFIER = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(64, 32)}
 SIXTEEN = Form(block=16)
 UNSAID = {key: value for key, value in SIXTEEN.config.items() if key != "block_size"}
@@ -281,6 +290,8 @@ SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_la
         (TERM, TERM.config | {"architectures": ["DSparkDraftModel"]},
          renamed(TERM, markov_head="logit_head.markov_head",
                  confidence_head="logit_head.confidence_head")),
+        (DOMINO, DOMINO.config | {"architectures": ["DominoDraftModel"]},
+         renamed(DOMINO, prefix_gru="logit_head.prefix_gru", embed_proj="logit_head.embed_proj")),
         (Form(), Form().config, Form().tensors | VERIFIER),
         (FORMS["windows"], windows_outside(FORMS["windows"]), FORMS["windows"].tensors),
         (FORMS["windows"], FORMS["windows"].in_speculators("dflash", layer_types=None),
@@ -288,7 +299,7 @@ SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_la
         (FROM_ANCHOR, SHIFTED, FROM_ANCHOR.tensors),
         (SIXTEEN, UNSAID | {"model_type": "dflash"}, renamed(SIXTEEN, **TORCHSPEC)),
     ],
-    ids=["prefixed", "midlayer", "SpecForge's first", "verifier's", "windows outside",
+    ids=["prefixed", "midlayer", "SpecForge's first", "Domino's", "verifier's", "windows outside",
          "nothing outside", "shifted",
          "TorchSpec's"],
 )  # fmt: skip
@@ -347,9 +358,14 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
          "mask_token_id is 99; expected 0 … 63"),
         (*changed(Form(), dflash_config={"mask_token_id": 9, "target_layer_ids": [0, 7]}),
          "it reads the input of layer 8 of its target"),
-        (*changed(Form(), architectures=["DominoDraftModel"]), "calls it 'DominoDraftModel'"),
+        (*changed(Form(), architectures=["DFlashLinearDraftModel"]), "calls it 'DFlashLinearDraft"),
+        (*changed(Form(), architectures=["DominoDraftModel"]),
+         "says that it is a Domino, and prefix_gru.weight_ih_l0 is missing"),
+        (*changed(Form(rank=3), markov_head_type="gated"),
+         "found markov_head.gate_proj.bias missing, expected [3]"),
+        (*changed(Form(rank=3), markov_head_type="fir"), "says markov_head_type 'fir'"),
         (*changed(Form(), input_embedding_scale=5.0), "reads embeddings times 5"),
-        (*changed(Form(), {"prefix_gru.weight": torch.ones(2)}), "it has a part that is not run"),
+        (*changed(Form(), {"prefix_gru.bias_ih_l0": torch.ones(2)}), "a part that is not run"),
         (*changed(Form(), speculators_model_type="xpress"), "calls it 'xpress'"),
         (*changed(Form(), {"layers.1.self_attn.kv_a_proj_with_mqa.weight": torch.ones(9, 32)}),
          "its layers have multi-head latent attention (kv_a_proj_with_mqa), which is not run here"),
@@ -379,7 +395,9 @@ def test_settings_without_effect_are_read(tmp_path: Path) -> None:
         ({"mask_token_id": VOCAB}, f"drafter.mask_token_id is {VOCAB}; expected 0 … {VOCAB - 1}."),
         ({"heads": 3}, "drafter.heads is not an option of 'dflash'"),
         ({"window": 8, "layers": 1}, "drafter.window is 8 with one layer"),
-        ({"markov_rank": 2, "selector_rank": 3}, "expected one of the two terms"),
+        ({"markov_rank": 2, "selector_rank": 3}, "expected one of these terms"),
+        ({"domino_rank": 2, "markov_rank": 3}, "drafter.markov_rank is 3 and drafter.domino_rank"),
+        ({"gru_hidden_dim": 64}, "drafter.gru_hidden_dim"),
         ({"conv_kernel_size": 2, "conv_group_size": 5}, "does not divide the hidden size 32"),
     ],
 )

@@ -15,6 +15,7 @@ from tests.support.tiny import VOCAB, tiny
 
 SIZE, HEADS, KV, HEAD, WIDE = 32, 4, 2, 8, 24
 MASK = 61  # the mask token
+GRU = 12  # the size of Domino's
 GROUP = 8  # channels of a group of a convolution
 TARGET_LAYERS = [0, 1]  # by their output
 
@@ -27,7 +28,11 @@ class Form:
     block: int = 5
     causal: bool = False
     dspark: bool = False
+    from_anchor: bool = False  # whether the newest token's place drafts, which a DSpark's does
     rank: int = 0
+    kind: str = "vanilla"  # of the term of that rank
+    domino: int = 0  # the rank of Domino's term
+    plain: int = 1  # how many drafts it leaves alone
     window: int = 0
     seeing_all: int = 1  # the number of the layer without the window
     both_ways: bool = False  # what the window's layers say of causality
@@ -59,9 +64,13 @@ class Form:
             | ({"conv_kernel_size": self.kernel, "conv_group_size": GROUP} if self.kernel else {})
             | ({"selector_rank": self.selector, "selector_top_k": self.top_k}
                if self.selector else {})
+            | ({"projector_type": "domino", "emb_dim": self.domino, "gru_hidden_dim": GRU,
+                "pure_draft_prefix_len": self.plain, "shift_label": self.from_anchor}
+               if self.domino else {})
             | ({"output_multiplier": self.multiplier} if self.multiplier != 1 else {})
             | ({"final_logit_softcapping": self.cap} if self.cap else {}),
             **({"is_causal": False} if self.both_ways else {}),
+            **({"markov_head_type": self.kind} if self.kind != "vanilla" else {}),
             **({"partial_rotary_factor": self.share} if self.share != 1 else {}),
         }  # fmt: skip
 
@@ -118,6 +127,19 @@ class Form:
         if self.rank:
             for which in (1, 2):
                 found[f"markov_head.markov_w{which}.weight"] = random(VOCAB, self.rank)
+        if self.kind == "gated":
+            found["markov_head.gate_proj.weight"] = random(self.rank, SIZE + self.rank)
+            found["markov_head.gate_proj.bias"] = random(self.rank)
+        if self.kind == "rnn":
+            found["markov_head.joint_proj.weight"] = random(3 * self.rank, 2 * self.rank + SIZE)
+            found["markov_head.joint_proj.bias"] = random(3 * self.rank)
+        if self.domino:
+            found |= {
+                "prefix_gru.weight_ih_l0": random(3 * GRU, SIZE),
+                "prefix_gru.weight_hh_l0": random(3 * GRU, GRU),
+                "embed_proj.0.weight": random(self.domino, SIZE + GRU),
+                "embed_proj.2.weight": random(VOCAB, self.domino),
+            }  # fmt: skip
         if self.selector:
             for book in ("predecessor", "successor"):
                 found[f"candidate_selector.{book}_codebook"] = random(VOCAB, self.selector)
@@ -174,7 +196,7 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
         normed = before(normed)
         hidden = hidden + after(gated(of, normed))
     drafts = rms(hidden, weights["norm.weight"])
-    drafts = drafts if form.dspark else drafts[1:]
+    drafts = drafts if form.dspark or form.from_anchor else drafts[1:]
     logits = target.lm_head(drafts) * form.multiplier  # [K, V]
     if form.cap:
         logits = torch.tanh(logits / form.cap) * form.cap
@@ -188,8 +210,36 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
         logits = (logits + (first[before] * (drafts @ inner.T)) @ second.T).masked_fill(
             logits < least, -torch.inf
         )
+    before = torch.tensor(tokens[text : text + len(logits)])
     if form.rank:
-        first, second = (weights[f"markov_head.markov_w{which}.weight"] for which in (1, 2))
-        before = torch.tensor(tokens[text : text + len(logits)])
-        logits = logits + first[before] @ second.T
+        logits = logits + paired(form, weights, before, drafts)
+    if form.domino:
+        gru = torch.nn.GRU(SIZE, GRU, bias=False, batch_first=True).double()
+        gru.load_state_dict(
+            {n.removeprefix("prefix_gru."): w for n, w in weights.items() if "prefix_gru" in n}
+        )
+        states = gru(target.model.embed_tokens(before)[None])[0][0]  # [K, S]
+        inner = torch.cat([drafts, states], 1) @ weights["embed_proj.0.weight"].T
+        added = torch.nn.functional.silu(inner) @ weights["embed_proj.2.weight"].T
+        added[: form.plain] = 0
+        logits = logits + added
     return logits
+
+
+def paired(form: Form, weights: dict[str, Tensor], before: Tensor, drafts: Tensor) -> Tensor:
+    """What DSpark's term adds to the logits of drafts [K, D] after tokens [K]: [K, V]."""
+    part = "markov_head."
+    of = {n.removeprefix(part): w for n, w in weights.items() if n.startswith(part)}
+    rows = of["markov_w1.weight"][before]
+    if form.kind == "gated":
+        read = torch.cat([drafts, rows], 1)
+        rows = torch.sigmoid(read @ of["gate_proj.weight"].T + of["gate_proj.bias"]) * rows
+    if form.kind == "rnn":
+        state, found = torch.zeros(form.rank, dtype=rows.dtype), []
+        for row, draft in zip(rows, drafts, strict=True):
+            read = torch.cat([state, row, draft])
+            gate, new, out = (of["joint_proj.weight"] @ read + of["joint_proj.bias"]).chunk(3)
+            found.append(out.tanh())
+            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * new.tanh()
+        rows = torch.stack(found)
+    return rows @ of["markov_w2.weight"].T

@@ -87,6 +87,7 @@ WINDOWED = {"layers": 2, "window": 5, "causal_windows": False}
         ("eagle", {}),
         ("dflash", {"sample_from_anchor": True}),
         ("dflash", {"markov_rank": 2, **WINDOWED}),
+        ("dflash", {"markov_rank": 2, "markov_head_type": "gated"}),
     ],
 )
 def test_what_vllm_does_not_run_gets_no_line(name: str, options: dict[str, Any]) -> None:
@@ -108,6 +109,12 @@ def test_a_module_is_put_into_its_targets_checkpoint() -> None:
         "speculators stitch-mtp drafter them/target --output-path stitched && vllm serve stitched "
     )
     assert told(line) == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_sglang_runs_dspark_by_a_name_of_its_own() -> None:
+    for options, method in (({"markov_rank": 2}, "DSPARK"), ({"domino_rank": 2}, "DFLASH")):
+        line = str(serve_line(made("dflash", **options), "sglang", "out"))
+        assert f"--speculative-algorithm {method} " in line
 
 
 def test_sglang_finds_the_tokens_of_a_trimmed_eagle1() -> None:

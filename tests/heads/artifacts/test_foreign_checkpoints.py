@@ -533,7 +533,7 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
         (eagle.SAID, lambda: latent(eagle.published(3, "midlayer.")), MODEL, "multi-head latent"),
         (LLAMA | {"speculators_model_type": "xpress"}, dict, MODEL, "calls it 'xpress'"),
-        (LLAMA | {"architectures": ["DominoDraftModel"]}, dict, MODEL, "'DominoDraftModel'"),
+        (LLAMA | {"architectures": ["DFlashLinearDraftModel"]}, dict, MODEL, "'DFlashLinearDra"),
         (eagle.SAID | {"target_hidden_size": 32}, lambda: {
             **eagle.published(3, "midlayer."), "fc.weight": normal(SIZE, 3 * 48)}, MODEL,
          "hidden size 48, and this one's is 32; load the target that it was trained for"),

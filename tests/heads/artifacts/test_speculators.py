@@ -259,10 +259,13 @@ def test_dspark(target: Any, tmp_path: Path) -> None:
     own = blocks_of(target) | {"block_size": 3, "markov_rank": 6}
     exported = {
         "plain": read | {"sample_from_anchor": True},
+        "gated": read | {"markov_head_type": "gated"},
+        "rnn": read | {"markov_head_type": "rnn", "sample_from_anchor": True},
         "trimmed": read | {"output": "trimmed", "draft_vocab_size": KEPT},
     }
     written = {
         "own": own,
+        "own-rnn": own | {"markov_head_type": "rnn"},
         "own-trimmed": own | {"draft_vocab_size": KEPT, "enable_confidence_head": False,
                               "confidence_head_with_markov": False},
     }  # fmt: skip

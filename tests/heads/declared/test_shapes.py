@@ -61,6 +61,8 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
          for each in LAYERS],
         [OUTPUTS[0], OUTPUTS[2]],
         [{}, {"feature_layers": [1, 2]}, {"markov_rank": 3}, {"embedding": "own"}, {"window": 4},
+         *({"markov_rank": 3, "markov_head_type": kind} for kind in ("gated", "rnn")),
+         {"domino_rank": 3, "gru_hidden_dim": 5},
          {"selector_rank": 2, "conv_kernel_size": 3, "conv_group_size": 6}],
     ],
     "gemma4_assistant": [
