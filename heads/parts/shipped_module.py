@@ -6,6 +6,8 @@ reads it. The files of Qwen3-Next and Qwen3.5, whose configs do not tell of it, 
     mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden   what norms tokens and hidden states
     mtp.fc                                              what mixes the two
     mtp.layers.0, mtp.norm                              a layer that attends, and the norm after it
+
+Those of Hy3 call the norm after its further layer `final_layernorm`.
 """
 
 import copy
@@ -40,9 +42,11 @@ _PARTS = {
 }
 """Our names of what is no part of the layer, and theirs."""
 _EMBEDDING = "embed_tokens.weight"
+_LAST_NORMS = ".final_layernorm.", ".shared_head.norm."
+"""What Hy3's files call the norm after a further layer, and all others."""
 _PUBLISHED_COUNT = "num_nextn_predict_layers"
-"""How published configs call the number of such layers. Of GLM-4.7-Flash transformers has no field
-for it, and keeps it as it is."""
+"""How published configs call the number of such layers. Of GLM-4.7-Flash and Hy3 transformers has
+no field for it, and keeps it as it is."""
 
 _WINDOWS_UNKNOWN = "some layers see a window alone, and nothing says whether its own does"
 
@@ -149,7 +153,7 @@ def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Ten
     patterns = [*known, *(rf"(^|\.)layers\.{before + n}\." for n in range(count))]
     named: Any = _counting(target, count)
     named._keys_to_ignore_on_load_unexpected = patterns
-    with _in_full(named, find_tensors(target, "|".join(patterns))) as readable:
+    with _readable(named, find_tensors(target, "|".join(patterns))) as readable:
         module: Any = MtpModel.from_pretrained(readable, device_map={"": "cpu"})
     layer = module.layers[0]
     if layer.post_norm is None:
@@ -189,16 +193,19 @@ def _counting(target: PreTrainedModel, count: int) -> Any:
 
 
 @contextmanager
-def _in_full(target: Any, named: dict[str, Path]) -> Iterator[Any]:
-    """A target whose files hold tensors in full that its own hold in FP8, while this lasts.
+def _readable(target: Any, named: dict[str, Path]) -> Iterator[Any]:
+    """A target whose files hold tensors in full that its own hold in FP8, and by the names of most
+    models, while this lasts.
 
     The class of transformers reads files, and takes what is stored for weights, without scales.
     """
-    if not quantized(named):
+    if not quantized(named) and not any(_LAST_NORMS[0] in name for name in named):
         yield target
         return
     with TemporaryDirectory(prefix="headstart-") as folder:
-        save_file(read_tensors(target, named), Path(folder) / SAFE_WEIGHTS_NAME, {"format": "pt"})
+        tensors = read_tensors(target, named)
+        tensors = {name.replace(*_LAST_NORMS): tensor for name, tensor in tensors.items()}
+        save_file(tensors, Path(folder) / SAFE_WEIGHTS_NAME, {"format": "pt"})
         other = copy.copy(target)
         other.config = copy.copy(target.config)
         other.config.name_or_path = folder

@@ -55,6 +55,19 @@ def test_a_released_module_drafts_what_it_does_in_transformers(kind: str, tmp_pa
     assert torch.equal(speculator.generate(ids, **GREEDY), written)
 
 
+def test_the_last_norm_is_read_as_hy3_names_it(tmp_path: Path) -> None:
+    target, file = with_module("hy-v3", tmp_path), tmp_path / "model.safetensors"
+    usual: Any = load_drafter("mtp", target)
+    named = {
+        n.replace("shared_head.norm", "final_layernorm"): t for n, t in load_file(file).items()
+    }
+    assert "model.layers.2.final_layernorm.weight" in named
+    save_file(named, file, {"format": "pt"})
+    found: Any = load_drafter("mtp", target)
+    for name, tensor in usual.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+
+
 def test_rotary_frequencies_are_not_rounded(tmp_path: Path) -> None:
     """A relative error of 2^-9 turns keys a thousand tokens away by more than a radian."""
     target = with_module("glm4", tmp_path).bfloat16()

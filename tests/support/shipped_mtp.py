@@ -29,8 +29,10 @@ CONFIGS = {
     "glm4": partial(config_of, tf.Glm4MoeConfig, **_EXPERTS),
     "deepseek-v3": partial(config_of, tf.DeepseekV3Config, **_EXPERTS, **_LATENT),
     "glm4-lite": partial(config_of, tf.Glm4MoeLiteConfig, **_EXPERTS, **_LATENT),
-}
-"""Their layers have experts; attention of the last two has latent keys and values. Of the last one
+    "hy-v3": partial(config_of, tf.HYV3Config, head_dim=8, num_experts=4, num_shared_experts=1,
+                     router_scaling_factor=1.0, **_EXPERTS),
+}  # fmt: skip
+"""Their layers have experts; attention of two has latent keys and values. Of the last two
 transformers has no field for the number of modules."""
 
 
