@@ -20,6 +20,7 @@ from ..core import ArtifactError
 from ..drafter import Drafter
 from ..families import KNOWN, family
 from ..parts.published.dflash import ARCHITECTURES
+from ..parts.published.kangaroo import of_kangaroo
 from .files import (
     INDEX,
     MALFORMED,
@@ -74,7 +75,7 @@ def recognise(
     files, places = _weights_files(source)
     single = files[0].name == WEIGHTS if files else False
     named = _of_drafter(_names(files[0]) if single else places)
-    if not files or (single and named is None):
+    if not files or (single and named is None and not of_kangaroo(_names(files[0]))):
         return files, None
     tensors = _read_indexed(files, places) if places else read_tensors(files[0])
     _check_types(tensors, files[0])
@@ -211,10 +212,10 @@ def _named_if_damaged(file: Path) -> Iterator[None]:
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # torch raises many kinds for a damaged pickle
-        raise ArtifactError(
-            f"{file} holds more than tensors, or is damaged, and is not read; ask for "
-            "safetensors, or download it again."
-        ) from error
+        what = "holds more than tensors, or is damaged, and is not read; ask for safetensors, or"
+        if file.suffix == ".safetensors":
+            what = f"is damaged or incomplete ({brief(error, 80)});"
+        raise ArtifactError(f"{file} {what} download it again.") from error
 
 
 def _check_types(tensors: dict[str, Tensor], file: Path) -> None:

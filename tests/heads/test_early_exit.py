@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -240,6 +241,14 @@ def test_an_adapter_of_kangaroo(tmp_path: Path) -> None:
     assert step.logits is not None and (step.logits[0] - expected).abs().max() < 1e-6
     text = headstart.load(model, drafter, tree=TREE).generate(ids, **GREEDY)
     assert torch.equal(text, model.generate(ids, **GREEDY))
+    found = {name: weight.detach().contiguous() for name, weight in tensors.items()}
+    (tmp_path / PICKLE).rename(tmp_path / "pickle")
+    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})  # as the Hub converts it
+    again: Any = load_drafter(tmp_path, model)
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pickle").rename(tmp_path / PICKLE)
     config.num_attention_heads = 5
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     with pytest.raises(ArtifactError, match="num_attention_heads is 5, with states of") as caught:

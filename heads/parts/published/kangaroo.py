@@ -6,6 +6,7 @@ the adapter stands; its authors give 2 of 32 for Vicuna 7B.
 """
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,11 +21,17 @@ _LEFT_OUT = ".rotary_emb.inv_freq"  # which the code that reads it computes
 _ROPE_THETA = 10_000.0  # whatever the config says
 
 
+def of_kangaroo(names: Collection[str]) -> bool:
+    """Whether an adapter's tensors have these names, which no language model has alone."""
+    own = [name for name in names if not name.endswith(_LEFT_OUT)]
+    return "norm.weight" in own and len(own) > 1 and all(map(_NAME.fullmatch, own))
+
+
 def kangaroo(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     """The authors' adapters; sizes are the tensors', but for those of heads."""
-    found = {name: each for name, each in tensors.items() if not name.endswith(_LEFT_OUT)}
-    if "norm.weight" not in found or not all(map(_NAME.fullmatch, found)) or len(found) < 2:
+    if not of_kangaroo(tensors):
         return None
+    found = {name: each for name, each in tensors.items() if not name.endswith(_LEFT_OUT)}
     norm, heads = found["norm.weight"], config.get("num_attention_heads")
     size, keys = len(norm), len(found["layers.0.self_attn.k_proj.weight"])
     if type(heads) is not int or heads < 1 or size % heads or keys % (size // heads):
