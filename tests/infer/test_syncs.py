@@ -47,9 +47,9 @@ def medusa(name: str = "llama", **options: Any) -> Medusa:
     return drafter.eval()
 
 
-def with_layers(name: str) -> Drafter:
+def with_layers(name: str, **options: Any) -> Drafter:
     cls: Any = family(name)
-    drafter = cls(cls.config_class.for_target(tiny("llama"))).double()
+    drafter = cls(cls.config_class.for_target(tiny("llama"), **options)).double()
     return drafter.bind(tiny("llama")).eval()
 
 
@@ -73,6 +73,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "medusa": medusa,
     "trimmed": lambda: medusa(output="trimmed", draft_vocab_size=9),
     **{name: partial(with_layers, name) for name in ("eagle", "eagle3", "dflash", "mtp")},
+    "domino": partial(with_layers, "dflash", domino_rank=4, gru_hidden_dim=6),
     **{shape: lambda shape=shape: make(shape, tiny("llama"), script()) for shape in SHAPES},
 }
 TREES = ["plain", "chain:4", "cartesian:3,2,1", "[[0],[1],[0,0],[1,1]]"]
