@@ -290,6 +290,9 @@ SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_la
         (TERM, TERM.config | {"architectures": ["DSparkDraftModel"]},
          renamed(TERM, markov_head="logit_head.markov_head",
                  confidence_head="logit_head.confidence_head")),
+        (TERM, {k: v for k, v in TERM.config.items() if k not in ("block_size", "dflash_config")}
+         | {"dspark_config": TERM.config["dflash_config"] | {"block_size": TERM.block}},
+         TERM.tensors),
         (DOMINO, DOMINO.config | {"architectures": ["DominoDraftModel"]},
          renamed(DOMINO, prefix_gru="logit_head.prefix_gru", embed_proj="logit_head.embed_proj")),
         (Form(), Form().config, Form().tensors | VERIFIER),
@@ -299,9 +302,8 @@ SHIFTED = FROM_ANCHOR.in_speculators("dflash", sample_from_anchor=None, shift_la
         (FROM_ANCHOR, SHIFTED, FROM_ANCHOR.tensors),
         (SIXTEEN, UNSAID | {"model_type": "dflash"}, renamed(SIXTEEN, **TORCHSPEC)),
     ],
-    ids=["prefixed", "midlayer", "SpecForge's first", "Domino's", "verifier's", "windows outside",
-         "nothing outside", "shifted",
-         "TorchSpec's"],
+    ids=["prefixed", "midlayer", "SpecForge's first", "dspark_config", "Domino's", "verifier's",
+         "windows outside", "nothing outside", "shifted", "TorchSpec's"],
 )  # fmt: skip
 def test_other_ways_to_write_it(form: Form, config: Any, tensors: Any, tmp_path: Path) -> None:
     features = torch.randn(7, 64, dtype=torch.float64)

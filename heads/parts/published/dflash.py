@@ -81,6 +81,8 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         return None
     if architecture in _MUSE:
         config = _MUSE_SAYS | config
+    if nested := config.get("dspark_config"):  # as SGLang reads it, too
+        config = config | {"dflash_config": (config.get("dflash_config") or {}) | nested}
     if (inner := config.get("transformer_layer_config")) is not None:  # vLLM reads these outside
         outside = {name: config[name] for name in _WINDOWS if config.get(name) is not None}
         config = config | {"transformer_layer_config": inner | outside}
