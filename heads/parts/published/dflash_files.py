@@ -43,8 +43,7 @@ def _write(drafter: Any, form: str) -> Checkpoint:
     for special, what, remedy in (
         (own.output == "trimmed" and (form != "vllm" or own.selector_rank),
          f"it knows {own.output_size} of its target's tokens", "output=shared"),
-        (own.markov_rank and not pairs, "it has no confidence_head beside its markov_rank",
-         "markov_rank=0"),
+        (own.markov_rank and not pairs, "it has the term of DSpark (markov_rank)", "markov_rank=0"),
         (pairs and not own.sample_from_anchor,
          "its newest token's place drafts nothing, as in DSpark it does",
          "sample_from_anchor=true"),
@@ -55,7 +54,9 @@ def _write(drafter: Any, form: str) -> Checkpoint:
          "its newest token's place drafts (sample_from_anchor)", "sample_from_anchor=false"),
     ):  # fmt: skip
         if special:
-            remedy = f"train it with drafter.{remedy}, or export it to speculators"
+            there = own.markov_head_type != "vanilla" and form != "sglang"
+            other = "sglang" if there else "speculators"
+            remedy = f"train it with drafter.{remedy}, or export it to {other}"
             raise cannot_be_written(form, what, remedy)
     if (pairs or own.domino_rank) and (own.output_multiplier != 1 or own.final_logit_softcapping):
         raise cannot_be_written(form, "its logits are scaled", "decode with it here")
