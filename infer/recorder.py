@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.heads import OptionError
 from headstart.heads.artifacts.manifest import fingerprint
+from headstart.heads.core import counted
 from headstart.heads.core.files import append_line
 
 from .decoding_method import DecodingMethod
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 """A chat: each message with `role` and `content`."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = {"temperature": 1.0, "top_p": None, "top_k": 50, "min_p": None}
+"""With the values by which `generate` samples where nobody gives any."""
+
 _PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 """With the values that change nothing."""
 
@@ -91,10 +94,18 @@ class Recorder:
         Args:
             chats: for each prompt, the messages that it was rendered from. The turns of a chat are
                 then known to belong together, and can be rendered again by another template.
+
+        Raises:
+            OptionError: another number of chats than prompts, or no prompts.
         """
         input_ids = options.pop("inputs", None) if input_ids is None else input_ids
         if input_ids is None:
             raise OptionError("a recorder needs the prompts' tokens, found none; pass input_ids.")
+        if chats is not None and len(chats) != len(input_ids):
+            raise OptionError(
+                f"found {counted(len(chats), 'chat')} for {counted(len(input_ids), 'prompt')}; "
+                "give the messages of each prompt, or no chats."
+            )
         asked = GenerateOptions(
             {"generation_config": generation_config, **options},
             self.speculator.model.generation_config,  # type: ignore[arg-type]
@@ -139,7 +150,8 @@ class Recorder:
         line: dict[str, Any] = {"prompt": asked, "completion": said}
         if chat is not None:
             line = {"messages": [*chat, {"role": "assistant", "content": said}]}
-        settings = {name: value for name in _SAMPLING if (value := setting(name)) is not None}
+        settings = {n: v if (v := setting(n)) is not None else d for n, d in _SAMPLING.items()}
+        settings = {name: value for name, value in settings.items() if value is not None}
         line |= {"prompt_token_ids": prompt, "token_ids": answer, **self._model}
         settings = settings if setting("do_sample") else {"temperature": 0}
         found = {name: setting(name) for name in _PENALTIES}

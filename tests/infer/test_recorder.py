@@ -49,6 +49,7 @@ def batch(speculator: Speculator, texts: list[str]) -> dict[str, Any]:
         ({"do_sample": True, "temperature": 0.7, "top_k": 9, "seed": 3, "num_return_sequences": 2},
          {"temperature": 0.7, "top_k": 9, "top_p": 1.0}),
         ({"return_dict_in_generate": True}, {"temperature": 0}),
+        ({"do_sample": True, "seed": 3}, {"temperature": 1.0, "top_k": 50}),
     ],
 )  # fmt: skip
 def test_a_line_is_what_was_decoded(
@@ -140,6 +141,15 @@ def test_a_speculator_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has no tokenizer"):
         Recorder(tmp_path / "traffic.jsonl", Speculator(speculator_of().model))
     assert not (tmp_path / "traffic.jsonl").exists()
+
+
+def test_another_number_of_chats_than_prompts_is_refused(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "traffic.jsonl", speculator := speculator_of())
+    with pytest.raises(OptionError, match="found 1 chat for 2 prompts"):
+        recorder.generate(
+            **batch(speculator, ["who?", "a"]), chats=[[{"role": "user", "content": "who?"}]]
+        )
+    assert not lines(recorder.path)
 
 
 def test_a_line_tells_penalties_and_that_there_was_a_form(tmp_path: Path) -> None:

@@ -97,9 +97,11 @@ def _add(traffic: Traffic, path: Path) -> None:
         fingerprint, name = (each if isinstance(each, str) else None for each in names)
         traffic.writers[fingerprint, name] += 1
         if isinstance(sampling := row.get("sampling"), dict):
-            known = {name: sampling.get(name) for name in _SAMPLING}
-            known = {name: value for name, value in known.items() if _is_number(value)}
-            traffic.settings[json.dumps(known)] += 1
+            given = {name: sampling.get(name) for name in _SAMPLING}
+            # Where a request names no temperature, servers and `generate` sample at 1.
+            known: dict[str, Any] = {k: v for k, v in given.items() if _is_number(v)}
+            known["temperature"] = float(known.get("temperature", 1))
+            traffic.settings[json.dumps(known, sort_keys=True)] += 1
         prompt, answer = (row.get(name) for name in IDS)
         if isinstance(prompt, list) and isinstance(answer, list):
             traffic.answers.append(len(answer))

@@ -169,6 +169,18 @@ def test_traffic_says_what_most_requests_were(traffic: Path) -> None:
     assert found.writers == {(None, None): 60}
 
 
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [({}, {"temperature": 1.0}), ({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}), (None, {})],
+)
+def test_requests_that_name_no_temperature_were_sampled_at_1(
+    tmp_path: Path, sampling: Any, expected: dict[str, float]
+) -> None:
+    path = tmp_path / "traffic.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b", "sampling": sampling}))
+    assert read_traffic(str(path)).sampling == expected
+
+
 def test_traffic_without_a_request(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(AdaptError, match="no request found"):
