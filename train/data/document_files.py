@@ -21,8 +21,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 def document_line(document: Document) -> tuple[bytes, bytes]:
     """A document as a line of JSON, in two parts whose sum is the line.
 
-    The first has id and source, the second the content, which is equal for equal documents. The
-    text of a chat is left out: `plain_chat` makes it.
+    The first has id, source and opening, the second the content, which is equal for equal
+    documents. The text of a chat is left out: `plain_chat` makes it.
     """
     content: dict[str, Any] = {}
     if document.messages is None:
@@ -36,7 +36,9 @@ def document_line(document: Document) -> tuple[bytes, bytes]:
     if document.ids is not None:
         content["ids"] = document.ids
     # A file's name may hold bytes that are no UTF-8, as half surrogates: in JSON they are escaped.
-    head = json.dumps({"id": document.id, "source": document.source})
+    known = {"id": document.id, "source": document.source}
+    known |= {"opening": document.opening} if document.opening else {}
+    head = json.dumps(known)
     return f"{head[:-1]}, ".encode(), f"{_encode(content)[1:]}\n".encode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -62,6 +63,7 @@ class Document:
     # the tokens of the prompt and those of the last answer, as they were decoded; where no more is
     # known, the text is empty
     ids: list[list[int]] | None = None
+    opening: str = ""  # where only the tokens are known: what stood before the first answer
 
     @classmethod
     def chat(
@@ -102,15 +104,30 @@ class Document:
         return [replace(self, text=plain_chat(part), messages=part) for part in cut]
 
     def first_prompt(self) -> str:
-        """The text up to the first answer; all of a document that is no chat.
+        """The text up to the first answer, by which the turns of a chat are known to be of one; all
+        of a document that is no chat.
 
-        Of one of tokens alone, the numbers of its prompt's.
+        All numbers in a system prompt are 0, since it may tell the time, and then differs between
+        turns. Of a document of tokens alone it is its `opening`, else the numbers of its prompt's.
         """
         if self.messages is None:
-            return self.text or " ".join(map(str, self.ids[0] if self.ids else ()))
+            numbers = " ".join(map(str, self.ids[0] if self.ids else ()))
+            return self.text or self.opening or numbers
         roles = [m["role"] for m in self.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
-        return "\n\n".join(m["content"] for m in self.messages[:end])
+        return opening(self.messages[:end])
+
+
+def opening(messages: Iterable[Message]) -> str:
+    """The text of messages, all numbers of system prompts as 0.
+
+    >>> opening([{"role": "system", "content": "It is 12:05."}, {"role": "user", "content": "4?"}])
+    'It is 0:0.\\n\\n4?'
+    """
+    return "\n\n".join(
+        re.sub(r"\d+", "0", m["content"]) if m["role"] == "system" else m["content"]
+        for m in messages
+    )
 
 
 def check_turns(messages: Sequence[Message]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .documents import CorpusError, Document, Message
+from .documents import CorpusError, Document, Message, opening
 from .tool_calls import with_objects
 
 _ROLES = {  # as data sets write them, ShareGPT's `from` included
@@ -83,7 +83,21 @@ def parse_row(
             raise
     if counts is not None:
         counts[OF_IDS] += 1
-    return Document(id, "", source=source, ids=ids)
+    return Document(id, "", source=source, ids=ids, opening=_opening(row))
+
+
+def _opening(row: Mapping[str, Any]) -> str:
+    """What messages that are no chat say before the first answer, whatever they are; or nothing."""
+    messages = row.get(text_key(row) or "")
+    found: list[Message] = []
+    for each in messages if isinstance(messages, list) else ():
+        message = each if isinstance(each, dict) else {}
+        role = _ROLES.get(str(message.get("role", message.get("from"))), "")
+        if role == "assistant":
+            break
+        content = json.dumps(message.get("content", message.get("value")))
+        found.append({"role": role, "content": content})
+    return opening(found)
 
 
 def _document(row: Any, id: str, source: str, counts: Counter[str] | None) -> Document:

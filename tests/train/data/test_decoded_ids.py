@@ -77,9 +77,10 @@ def test_messages_that_are_no_chat_need_the_tokens(tmp_path: Path, messages: lis
 def test_rows_of_tokens_alone_are_prompts_and_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [
-        {"messages": NO_CHAT[0], "prompt_token_ids": [n // 2, 1], "token_ids": [n]}
+        {"messages": [{**CHAT[0], "content": f"{n // 2}?"}, *CHAT],
+         "prompt_token_ids": [n // 2, 1], "token_ids": [n]}
         for n in range(40)
-    ]
+    ]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_corpus(Corpus(source=str(path), held_out=0.3), tmp_path / "corpus")
     train = load_documents(tmp_path / "corpus", "train")
@@ -94,6 +95,30 @@ def test_rows_of_tokens_alone_are_prompts_and_told_apart(tmp_path: Path) -> None
     spec = Distill(prefix="prompt", new_tokens=2)
     asked = Replay(train[0], ChatRenderer(tokenizer), spec, set()).ask()
     assert asked is not None and asked.tokens == (train[0].ids or [[]])[0]
+
+
+@pytest.mark.parametrize("before", [[], [CHAT[0]], [{"role": "system", "content": "Be kind."}]])
+def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, before: list[Any]) -> None:
+    """Also where the system prompt tells the time, and where it is no chat but for its tokens."""
+    rows = []
+    for chat in range(30):
+        said: list[Any] = []
+        for turn in range(3):
+            said += [{"role": "user", "content": f"{chat}, {turn}?"}]
+            clock = {"role": "system", "content": f"It is {chat % 24}:0{turn}."}
+            answer = {"role": "assistant", "content": "so"}
+            ids = {"prompt_token_ids": [chat, turn], "token_ids": [chat]}
+            rows.append({"messages": [*before, clock, *said, answer], **ids})
+            said += [answer]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = build_corpus(Corpus(source=str(path), held_out=0.2), tmp_path / "corpus")
+    assert counts.get("rows_of_ids_alone", 0) == (len(rows) if before else 0)
+    splits = [load_documents(tmp_path / "corpus", name) for name in ("train", "held_out")]
+    chats = [{document.ids[0][0] for document in split if document.ids} for split in splits]
+    assert not chats[0] & chats[1] and len(chats[1]) == 6
+    # Whoever judges by them knows which belong together.
+    assert len({document.first_prompt() for document in splits[1]}) == 6
 
 
 def test_parts_of_text_are_joined_and_others_refused() -> None:
