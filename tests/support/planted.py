@@ -144,7 +144,7 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
             "batch_size": 64, "shards": 1,
         },
         "drafter": {
-            "family": "eagle3", "output": "trimmed", "draft_vocab_size": WORDS + 1, "depths": 3,
+            "family": "eagle3", "output": "trimmed", "draft_vocab_size": WORDS, "depths": 3,
             "feature_layers": [1, 3, 4],
         },
         "train": {"batch_size": 16, "max_steps": 120, "learning_rate": 3e-3,

@@ -1,12 +1,15 @@
-"""The doctor on twelve planted faults: each is named, and ranked first where undoing it helps."""
+"""The doctor on planted faults: each is named, and ranked first where undoing it helps."""
 
 import copy
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.doctor.diagnosis import Diagnosis, diagnose
@@ -61,6 +64,15 @@ def _rope(pair: Pair) -> Pair:
     return pair.with_drafter({"layer": layer})
 
 
+def _target_rope(**changes: Any) -> Callable[[Pair], Pair]:
+    def plant(pair: Pair) -> Pair:
+        return pair.with_target_config(
+            {"rope_parameters": {**pair.target.config.rope_parameters, **changes}}
+        )
+
+    return plant
+
+
 def _vocabulary(pair: Pair) -> Pair:
     ids = pair.drafter.draft_vocabulary
     assert ids is not None
@@ -80,6 +92,14 @@ PLANTED: dict[str, tuple[str, Callable[[Pair], Pair]]] = {
     ),
     "template": ("chat template", _other_template),
     "thinking": ("thinking mode", lambda pair: pair.rendered(template_kwargs={})),
+    "system prompt": ("system prompt", lambda pair: pair.rendered(system="w3 w4")),
+    "layers in another order": (
+        "feature layers", lambda pair: pair.with_drafter({"feature_layers": [3, 1, 4]}),
+    ),
+    "target's rotary base": ("target's rotary base", _target_rope(rope_theta=20.0)),
+    "target's rotary scaling": (
+        "target's rotary base", _target_rope(rope_type="linear", factor=8.0),
+    ),
     "window": (
         "target's window", lambda pair: pair.with_target_config({"sliding_window": 4}),
     ),
@@ -119,6 +139,17 @@ def test_what_costs_nothing_is_listed_as_such(world: World) -> None:
     found = world.diagnose(_bfloat16(world.sound))
     assert not found.causes
     assert [each.cause for each in found.harmless] == ["target's dtype"]
+
+
+def test_another_tokenizer_is_named(world: World) -> None:
+    """Two words have each other's ids."""
+    tokenizer: Any = copy.deepcopy(world.sound.tokenizer)
+    saved = json.loads(tokenizer.backend_tokenizer.to_str())
+    ids = saved["model"]["vocab"]
+    ids["w0"], ids["w1"] = ids["w1"], ids["w0"]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(saved))
+    found = world.diagnose(replace(world.sound, tokenizer=tokenizer))
+    assert [each.cause for each in found.unmeasured] == ["tokenizer"] and not found.causes
 
 
 def test_texts_longer_than_trained_are_named(world: World) -> None:
