@@ -105,7 +105,10 @@ def diagnose(
     longest = max(map(len, before.texts))
     chats = any(document.messages for document in documents)
     first = before.first_round()
-    scene = Scene(pair, manifest, original, longest, new_tokens, chats, own_loss, first)
+    answers = [text[prompt:] for text, prompt in zip(before.texts, before.prompts, strict=True)]
+    scene = Scene(
+        pair, manifest, original, longest, new_tokens, chats, own_loss, first, torch.cat(answers)
+    )
     differences = [each for find in CAUSES for each in find(scene)]
     found = judged([_measured(each, pair, decodes, before) for each in differences])
     ranked = sorted(found, key=lambda f: -(f.gain.tau if f.gain else 0.0))  # stable

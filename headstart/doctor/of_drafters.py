@@ -135,6 +135,31 @@ def vocabulary(scene: Scene) -> list[Difference]:
     ]  # fmt: skip
 
 
+_MISSED = 0.05
+"""A share of undraftable tokens that costs: at τ 3 about every sixth round ends at one of them."""
+
+
+def vocabulary_size(scene: Scene) -> list[Difference]:
+    """Tokens that the target writes here, and the drafter cannot: each ends a round."""
+    ids = scene.pair.drafter.draft_vocabulary
+    if ids is None or scene.written is None:
+        return []
+    if scene.trained("drafter").get("vocabulary_sha256") not in (None, vocabulary_hash(ids)):
+        return []  # the map is not that of training, which is a cause of its own
+    missed = 1 - float(torch.isin(scene.written, ids.to(scene.written.device)).float().mean())
+    if missed < _MISSED:
+        return []
+    return [
+        Difference(
+            "draft vocabulary's size",
+            f"{missed:.0%} of the tokens that the target writes here are not among the "
+            f"{len(ids):,} that can be drafted",
+            "Train with more of them (drafter.draft_vocab_size), or trim to more (headstart trim "
+            "--tokens), by text like these prompts: the commonest tokens of that are drafted.",
+        )
+    ]  # fmt: skip
+
+
 def _with_vocabulary(ids: Tensor) -> Undo:
     return lambda pair: pair.with_drafter(vocabulary=ids)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import Manifest
@@ -45,6 +46,7 @@ class Scene:
         longest: tokens of the longest text that was decoded, `new_tokens` of them new at most.
         chats: whether any prompt is a chat.
         first_round: τ of each answer's first round.
+        written: [M] the tokens of the target's greedy answers.
         own_loss: the target's on text that it wrote itself at temperature 1, see `mean_loss`.
     """
 
@@ -56,6 +58,7 @@ class Scene:
     chats: bool = False
     own_loss: Mapping[str, float] | None = None
     first_round: float | None = None
+    written: Tensor | None = None
 
     def trained(self, part: str) -> dict[str, Any]:
         """What the manifest notes of a part of training; empty where it does not."""

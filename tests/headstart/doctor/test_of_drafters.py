@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from headstart.doctor.of_drafters import drafter_settings
+import pytest
+import torch
+
+from headstart.doctor.of_drafters import drafter_settings, vocabulary_size
 from headstart.doctor.pairs import Pair
 from headstart.doctor.scene import Scene
 from headstart.heads import Manifest
@@ -33,3 +36,28 @@ def test_undoing_one_setting_of_a_layer_leaves_its_others() -> None:
     }
     norms: Any = undone["drafter's norms"]
     assert norms.norm_before_residual is False
+
+
+@pytest.mark.parametrize(
+    ("written", "noted", "said"),
+    [
+        ([1, 2, 3, 60], True, "25% of the tokens that the target writes here are not among the 8 "),
+        ([1, 2, 3, 60], False, "25% of the tokens"),  # a drafter that others trained
+        ([1] * 96 + [60] * 4, True, ""),
+    ],
+)
+def test_a_draft_vocabulary_that_lacks_what_the_target_writes(
+    written: list[int], noted: bool, said: str
+) -> None:
+    drafter = made("eagle3", output="trimmed", draft_vocab_size=8)
+    with torch.no_grad():
+        drafter.vocabulary.copy_(torch.arange(8))
+    no_tokenizer: Any = None
+    pair = Pair(tiny("llama"), drafter, no_tokenizer)
+    manifest = Manifest("eagle3", "x", "", trained={"drafter": drafter_conditions(drafter)})
+    scene = Scene(pair, manifest if noted else None, written=torch.tensor(written))
+    found = vocabulary_size(scene)
+    assert [each.cause for each in found] == (["draft vocabulary's size"] if said else [])
+    assert all(each.said.startswith(said) and not each.ways for each in found)
+    moved = pair.with_drafter(vocabulary=torch.arange(8) + 20)  # another cause names this one
+    assert not vocabulary_size(Scene(moved, manifest, written=torch.tensor(written)))
