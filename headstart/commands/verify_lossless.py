@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headstart.infer.measure.lossless_greedy import Divergence, Greedy
     from headstart.infer.measure.lossless_sampled import Sampled
 
+_FEW = 0.1  # of the sampled tokens, that were drafted
 _EXPLAINED = 5  # divergences described one by one
 _DRAWS = "sample N texts, at least 100 (default: 4096)"
 _TEMPERATURE = "of the sampled texts (default: 1); 0 tests greedy text alone"
@@ -139,6 +140,12 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
             f"{sampled.tokens:,} tokens of longer texts, of all prompts, {uniform} the target's "
             f"distribution, each judged by what stands before it: p = {sampled.tokens_p_value:.2g}."
         )
+    every = sampled.draws * sampled.places + sampled.tokens
+    few = (
+        "; so few show little of the rule: sample at a lower --temperature, or more --draws"
+        if sampled.drafted < _FEW * every
+        else ""
+    )
     return [
         *said,
         f"Over {sampled.draws:,} texts of one prompt the joint distribution of the first "
@@ -147,6 +154,7 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
         f"The total variation over these bins was {sampled.distance:.3f}, and is at most "
         f"{sampled.bound:.3f} with all but one chance in a million. More draws bound it more "
         "tightly.",
+        f"Of all these tokens {sampled.drafted / every:.0%} had been drafted{few}.",
     ]
 
 

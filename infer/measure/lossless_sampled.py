@@ -59,6 +59,7 @@ class Sampled:
     seeded_tokens: int  # compared with seeded plain decoding; 0 where its text is not promised
     seeded_divergences: list[Divergence]  # one for each prompt whose text differed from it
     tree: str  # of a single prompt at this temperature, which the draws are decoded with
+    drafted: int  # of all sampled tokens that were compared: a wrong rule shows in these alone
 
     @property
     def agrees(self) -> bool:
@@ -116,9 +117,9 @@ def compare_sampled(
     tree, single = speculator.tree_of(1, temperature), copy.copy(speculator)
     single.trees = TreesByRequest({USUAL: tree})
     places = len(_WIDTHS)
-    judged = 0, 1.0
+    looked_at, tokens_p_value, drafted = 0, 1.0, 0
     if not rule.same_text:
-        judged = judge_tokens(
+        looked_at, tokens_p_value, drafted = judge_tokens(
             single, prompts, new_tokens, draws * places, options, seed, progress=progress
         )
     expected = continuations(plain, prompts[0], options)
@@ -130,13 +131,15 @@ def compare_sampled(
         ids = prompts[0].repeat(rows, 1)
         options["attention_mask"] = torch.ones_like(ids)
         text = single.generate(ids, **options, max_new_tokens=places, seed=seeds)
+        drafted += single.stats.accepted_tokens
         found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
         bar.update(rows)
     bar.close()
     tested = rule.name, speculator.expansion, not rule.exact, draws, places
     test = _judge(found, expected, draws)
     dtype = dtype_name(speculator.model)
-    return Sampled(*tested, *test, *judged, dtype, tokens, apart, tree.label)
+    judged = looked_at, tokens_p_value
+    return Sampled(*tested, *test, *judged, dtype, tokens, apart, tree.label, drafted)
 
 
 def _seeded_divergence(

@@ -28,7 +28,7 @@ def judge_tokens(
     options: dict[str, Any],
     seed: int = 0,
     progress: bool = False,
-) -> tuple[int, float]:
+) -> tuple[int, float, int]:
     """Sample texts of all prompts and compare each token with the target's distribution there.
 
     A token x is replaced by F + u · p(x): F is the mass of the tokens that the target finds
@@ -42,11 +42,12 @@ def judge_tokens(
         options: of `generate`, which say how text is sampled.
 
     Returns:
-        The tokens judged, and the exact p-value of how these numbers spread over equal bins.
+        The tokens judged, the exact p-value of how these numbers spread over equal bins, and how
+        many of the tokens were drafted.
     """
     rows = -(-tokens // (new_tokens * len(prompts)))  # of each prompt
     noise = torch.Generator().manual_seed(seed)
-    found, judged = torch.zeros(_BINS, dtype=torch.long), 0
+    found, judged, drafted = torch.zeros(_BINS, dtype=torch.long), 0, 0
     bar = progress_bar(len(prompts), "tokens of whole texts", "prompt", disable=not progress)
     for number, ids in enumerate(prompts):
         copies = ids.repeat(rows, 1)
@@ -55,6 +56,7 @@ def judge_tokens(
             copies, attention_mask=torch.ones_like(copies), max_new_tokens=new_tokens, seed=seeds,
             **options,
         )  # fmt: skip
+        drafted += speculator.stats.accepted_tokens
         ends = ids.shape[1] + 1 + speculator.stats.counts.sum(0)  # [rows]
         processors = processors_of(speculator.model, ids, **options)
         for row, end in zip(text, ends.tolist(), strict=True):
@@ -66,7 +68,7 @@ def judge_tokens(
             found += torch.bincount((uniforms * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
         bar.update(1)
     bar.close()
-    return judged, multinomial_p_value(found.tolist(), [1 / _BINS] * _BINS)
+    return judged, multinomial_p_value(found.tolist(), [1 / _BINS] * _BINS), drafted
 
 
 @torch.no_grad()

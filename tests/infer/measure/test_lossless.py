@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.commands.verify_lossless import _sampled_sentences
 from headstart.heads import OptionError
 from headstart.heads.core import masks
 from headstart.heads.medusa import Medusa, MedusaConfig
@@ -115,6 +116,16 @@ def test_sampled_text_holds(rule: str) -> None:
     assert (found.tokens >= 4500) == (found.tokens > 0) == (found.seeded_tokens == 0)
     assert found.tokens_p_value > 1e-4
     assert (found.seeded_tokens == 32) == (rule in ("coupled", "match"))
+    assert 0 < found.drafted < (found.draws * found.places + found.tokens) / 2
+
+
+def test_it_is_told_when_hardly_a_token_was_drafted() -> None:
+    found = compare_sampled(speculator("rejection"), one_by_one([6]), 4, draws=100)
+    every = found.draws * found.places + found.tokens
+    for drafted, few in ((every // 2, False), (every // 50, True)):
+        *_, said = _sampled_sentences(replace(found, drafted=drafted))
+        assert said.startswith(f"Of all these tokens {drafted / every:.0%} had been drafted")
+        assert ("sample at a lower --temperature, or more --draws" in said) == few
 
 
 def test_what_is_wrong_after_the_first_tokens_shows(monkeypatch: pytest.MonkeyPatch) -> None:
