@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from headstart.infer.measure.matrix import Answer, Cell, Chat
     from headstart.train.data.questions import Question
 
-_CALLED = {
-    "plain": "plain decoding",
-    "generate": "generate",
-    "assistant": "generate with assistant_model",
-    "lookup": "generate with prompt lookup",
-}
 _RANKED = 8  # prompts whose ranks give the probabilities of a tree's nodes
 _NO_TEMPLATE = (
     "The tokenizer has no chat template: chats are given as plain text, each turn behind its "
@@ -78,6 +72,7 @@ class Measured:
     reports: list[dict[str, Any]]
     answers: list[list[Answer]]  # of each report
     notes: list[str]
+    whole: bool  # whether every cell was measured, rather than some until Ctrl-C
 
 
 def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
@@ -188,9 +183,10 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
 
 
 def measure(prepared: Prepared, matrix: Matrix) -> Measured:
-    """Measure every cell of the matrix."""
+    """Measure every cell of the matrix; where Ctrl-C ends it, those that are whole."""
     from headstart.infer.measure.bench import way_report
     from headstart.infer.measure.matrix import ONE_ROW, Settings, measure_cell
+    from headstart.reports.comparison import noise_notes
 
     settings = Settings(matrix.new_tokens, matrix.repeats, matrix.seed, prepared.against)
     cells, reports, answers = [], [], []
@@ -200,13 +196,20 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
         speculators = {f"way {name}": way.speculator for name, way in ways.items()}
         model = prepared.target.model
         chats = prepared.chats
-        cell = measure_cell(model, speculators, chats, settings, temperature, batch_size)
+        try:
+            cell = measure_cell(model, speculators, chats, settings, temperature, batch_size)
+        except KeyboardInterrupt:
+            if not cells:
+                raise
+            break
         cells.append(cell)
         for name, way in ways.items():
             report = way_report(cell, f"way {name}", way.speculator, chats)
             reports.append(report | {"way": name, "drafter": way.drafter})
             answers.append(cell.found[f"way {name}"].answers)
-    _add_tree_shares(prepared, matrix, reports)
+    whole = len(cells) == len(matrix.temperatures) * len(matrix.batch_sizes)
+    if whole:
+        _add_tree_shares(prepared, matrix, reports)
     notes = [*prepared.early, *prepared.notes]
     planned = matrix.sets and not matrix.trees
     if idle := {r["drafter"]: None for r in reports if planned and r["tree"] == "plain"}:
@@ -214,7 +217,7 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
             f"Nothing was drafted where the tree is plain: the plan of {', '.join(idle)} is plain "
             "decoding there (--tree drafts all the same)."
         )
-    if matrix.roofline:
+    if matrix.roofline and whole:
         notes += _against_the_limit(prepared, matrix, reports)
     if max(matrix.batch_sizes) > 1 and (left := [w for w in ONE_ROW if w in matrix.against]):
         notes.append(f"generate decodes one prompt at a time with {' or '.join(left)}.")
@@ -227,7 +230,7 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
     name = str(prepared.target.model.config._name_or_path)
     tokenizer = prepared.target.tokenizer
     notes += noise_notes(reports)
-    return Measured(matrix, name, tokenizer, prepared.chats, cells, reports, answers, notes)
+    return Measured(matrix, name, tokenizer, prepared.chats, cells, reports, answers, notes, whole)
 
 
 def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]) -> None:
@@ -260,34 +263,6 @@ def _against_the_limit(
         length = middle + matrix.new_tokens // 2
         report["roofline"] = against_the_limit(way.speculator, report, length, bytes_per_s)
     return [said_of_limit(report) for report in reports]
-
-
-def noise_notes(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """Which speedups are no more than noise."""
-    from headstart.reports.measured import labelled
-
-    judged = [
-        (label, key, report[f"speedup_vs_{key}"]["within_noise"], report["batch_size"])
-        for label, report in labelled(reports).items()
-        for key in _CALLED
-        if f"speedup_vs_{key}" in report
-    ]
-    said = []
-    if few := sorted({size for *_, unsure, size in judged if unsure is None}):
-        units = " or ".join("prompts" if size == 1 else f"batches of {size}" for size in few)
-        said.append(f"Fewer than 6 {units}: too few to tell a speedup from noise.")
-    same = [f"{label} and {_CALLED[key]}" for label, key, unsure, _ in judged if unsure]
-    if same:
-        said.append(
-            "Within noise (the 95% interval of the median speedup contains 1): no difference is "
-            f"shown between {_listed(same)}."
-        )
-    return said
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = "; ".join(dict.fromkeys(names[:4]))
-    return shown if len(names) <= 4 else f"{shown}; and {len(names) - 4} more"
 
 
 def _source(name: str, options: argparse.Namespace) -> Any:

@@ -79,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"\n{line}")
         if page is not None:
             print(f"\nThe report is {page}")
+    if not measured.whole:
+        raise KeyboardInterrupt("interrupted; the figures are of what was measured before")
     return 0
 
 

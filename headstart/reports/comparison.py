@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from .measured import (
     faster_forwards,
+    labelled,
     print_next_steps,
     print_remarks,
     rule_name,
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
     from rich.table import Table
+
+
+_CALLED = {
+    "plain": "plain decoding",
+    "generate": "generate",
+    "assistant": "generate with assistant_model",
+    "lookup": "generate with prompt lookup",
+}
 
 
 def print_comparison(
@@ -270,3 +279,29 @@ def _tau_error(report: Report) -> float:
     """The standard error of the mean of the prompts' τ; 0 for a single prompt."""
     each = [tau for tau in report.get("tau_by_prompt") or () if tau is not None]
     return stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0
+
+
+def noise_notes(reports: Sequence[Report]) -> list[str]:
+    """Which speedups are no more than noise."""
+    judged = [
+        (label, key, report[f"speedup_vs_{key}"]["within_noise"], report["batch_size"])
+        for label, report in labelled(reports).items()
+        for key in _CALLED
+        if f"speedup_vs_{key}" in report
+    ]
+    said = []
+    if few := sorted({size for *_, unsure, size in judged if unsure is None}):
+        units = " or ".join("prompts" if size == 1 else f"batches of {size}" for size in few)
+        said.append(f"Fewer than 6 {units}: too few to tell a speedup from noise.")
+    same = [f"{label} and {_CALLED[key]}" for label, key, unsure, _ in judged if unsure]
+    if same:
+        said.append(
+            "Within noise (the 95% interval of the median speedup contains 1): no difference is "
+            f"shown between {_listed(same)}."
+        )
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = "; ".join(dict.fromkeys(names[:4]))
+    return shown if len(names) <= 4 else f"{shown}; and {len(names) - 4} more"

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
+from headstart.infer.measure import matrix as cells
 from headstart.matrix import Matrix
 from headstart.train.data.questions import read_questions
 from tests.support.bytewise import save_heads, save_target
@@ -153,6 +154,31 @@ def test_drafters_alone_and_together_are_measured_with_trees_of_their_own(
         ("medusa", "chain:2"), ("medusa", "plain"),
         ("medusa + lookup", "plain"), ("medusa + lookup", "chain:1+chain:3"),
     ]  # fmt: skip
+
+
+def test_what_is_measured_before_ctrl_c_is_told_and_kept(
+    target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    true, out = cells.measure_cell, tmp_path / "out"
+
+    def stopped(*given: Any) -> Any:
+        if given[-2] == 1.0:  # the temperature
+            raise KeyboardInterrupt
+        return true(*given)
+
+    monkeypatch.setattr(cells, "measure_cell", stopped)
+    command = ["bench", "--target", target, "--drafter", "lookup", "--prompts", str(questions)]
+    command += ["--new-tokens", "4", "--against", "none", "--json", "--report", str(out)]
+    assert main([*command, "--temperature", "0", "--temperature", "1"]) == 130
+    found = capsys.readouterr()
+    assert json.loads(found.out)["temperature"] == 0
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 1
+    assert found.err.splitlines()[-1] == (
+        "headstart: interrupted; the figures are of what was measured before"
+    )
+    assert main([*command, "--temperature", "1"]) == 130
+    assert capsys.readouterr().out == ""
 
 
 def test_rounds_are_compared_with_one_read_of_the_weights(

@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from headstart.measuring import noise_notes
-from headstart.reports.comparison import print_comparison
+from headstart.reports.comparison import noise_notes, print_comparison
 from headstart.reports.measured import print_report, rule_name
 from tests.support.reports import REPORT, line
 
