@@ -213,7 +213,8 @@ class GrammarForm(Form):
         return ends[0] if self._matcher.is_stopped() else -1
 
     def _ended(self, text: np.ndarray) -> bool:
-        return bool(np.isin(text[self._begin :], self._tokens.ends).any())
+        written = text[self._begin :]
+        return any((written == end).any() for end in self._tokens.ends)
 
     def _allow(self, text: np.ndarray, bits: np.ndarray) -> bool:
         if self._ended(text):

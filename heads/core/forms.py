@@ -76,6 +76,9 @@ class FormsByRow(LogitsProcessor):
             form = self.forms[row]
             broken.append(form is not None and not form.allow(text, own))
         bits[broken] = 255
+        if device.type == "cpu":
+            whole = np.unpackbits(bits, axis=1, count=vocabulary, bitorder="little")
+            return torch.from_numpy(whole.view(bool)), broken
         places = torch.arange(8, dtype=torch.uint8, device=device)
         found = torch.from_numpy(bits).to(device).unsqueeze(-1) >> places & 1
         return found.flatten(1)[:, :vocabulary] > 0, broken

@@ -132,6 +132,9 @@ class Verified:
         `node` [B, 1] is at depth `level`, its path written; `alive` [B, 1] are rows still walking.
         """
         sampling = self.sampling
+        # The host reads texts of a form at each level, so it may as well see that the walk is over.
+        if level and sampling.forms is not None and not alive.any():
+            return None
         at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]
         logits = self.logits.gather(1, at).squeeze(1)  # [B, V]
         if not sampling.readers:

@@ -60,6 +60,29 @@ def test_drafts_stay_within_the_form(
     assert len(trees) > 3 and nodes > 3 * len(trees)
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_verification_reads_only_the_texts_that_are_written(
+    model: Any, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    torch.manual_seed(1)
+    drafter = family("medusa").of_target(model).double().bind(model)
+    tokenizer = chat_tokenizer(CHATML)
+    ours = Speculator(model, drafter, tree="chain:4", rule=rule, tokenizer=tokenizer)
+    read, true = [], FormsByRow.within
+
+    def counted(self: FormsByRow, *given: Any) -> Any:
+        read.append(given)
+        return true(self, *given)
+
+    monkeypatch.setattr(FormsByRow, "within", counted)
+    inputs: Any = tokenizer("once", return_tensors="pt")
+    options = {"max_new_tokens": 200, "do_sample": True, "seed": 3}
+    output = ours.generate(**inputs, **options, grammar=Grammar.regex("(ab|cd){4}[xyz]{9,20}"))
+    written = output.shape[1] - inputs["input_ids"].shape[1]
+    assert len(read) == written < 200
+
+
 def count_within(form: Form, tree: TokenTree, texts: Sequence[np.ndarray], vocabulary: int) -> int:
     """How many nodes could be tokens of the texts; the first child of each of those must be one."""
     count, parents = 0, tree.topology.parents
