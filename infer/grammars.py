@@ -12,6 +12,7 @@ import copy
 import importlib
 import json
 import logging
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -27,11 +28,23 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = 256  # texts after which the allowed tokens are kept, V / 8 bytes each
 
-JSON: dict[str, Any] = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,40})?", "lenient": True}
+_JSON: dict[str, Any] = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,40})?", "lenient": True}
 """How `llguidance` reads JSON schemas. Between two tokens stands some space; without a bound, small
 models write nothing else. It says what it does not heed, of which `_HARMLESS` is accepted."""
 
+_CONTROL = re.compile(r"\\u00[01]")  # in JSON text
+
 _HARMLESS = "Unknown format"  # which JSON schema means as a note
+
+
+def json_options(schema: str) -> dict[str, Any]:
+    r"""How `llguidance` reads the JSON text of a schema.
+
+    The name of a further property must not be that of a known one in other letters, such as
+    `"\u0061"` for `"a"`, which would escape its schema. So there are no escapes by number, unless
+    the schema itself has a control character that no other escape stands for.
+    """
+    return _JSON if _CONTROL.search(schema) else _JSON | {"json_allowed_escapes": 'nrbtf\\"'}
 
 
 @dataclass(frozen=True)
@@ -67,12 +80,12 @@ class Grammar:
         name = "the JSON schema"
         try:
             found = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(found)
+            text = json.dumps(found, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(f"{name} is no JSON: {_said(error)}; correct it.") from error
         if not isinstance(found, dict):
             raise OptionError(f"{name} is {text[:40]}; expected an object.")
-        return cls._read(name, "grammar_from_json_schema", text, JSON)
+        return cls._read(name, "grammar_from_json_schema", text, json_options(text))
 
     @classmethod
     def json_object(cls) -> Self:
@@ -114,12 +127,15 @@ class Grammar:
 
     @classmethod
     def _read(cls, name: str, reader: str, *given: Any) -> Self:
-        matcher = _library().LLMatcher
-        source = getattr(matcher, reader)(*given)
+        matcher, of_json = _library().LLMatcher, reader == "grammar_from_json_schema"
+        try:
+            source = getattr(matcher, reader)(*given)
+        except ValueError as error:  # nested deeper than it reads
+            raise OptionError(f"{name} cannot be used: {_said(error)}; simplify it.") from error
         failed, said = matcher.validate_grammar_with_warnings(source)
-        if JSON in given:
+        if of_json:
             said = [each for each in said if failed or not each.startswith(_HARMLESS)]
-        if said and (failed or JSON in given):
+        if said and (failed or of_json):
             raise OptionError(f"{name} cannot be used: {_said(said[0])}; correct it.")
         return cls(source)
 

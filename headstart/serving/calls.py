@@ -10,7 +10,7 @@ from typing import Any
 from transformers.cli.serving.utils import get_response_template
 
 from headstart.infer import Grammar
-from headstart.infer.grammars import JSON
+from headstart.infer.grammars import json_options
 
 from .shapes import shown, wrong
 from .tagged_calls import BEGIN, END, are_tagged, rules_of_tagged
@@ -73,7 +73,7 @@ def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
             Grammar.json_schema(schema)
         except ValueError as error:
             raise ValueError(f"the parameters of {shown(name)}: {error}") from error
-        found.append((name, schema | {"x-guidance": JSON}))
+        found.append((name, schema | {"x-guidance": json_options(json.dumps(schema))}))
     if choice == "required":
         wanted = found
     else:

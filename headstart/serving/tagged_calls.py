@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headstart.infer.grammars import JSON
+from headstart.infer.grammars import json_options
 
 from .shapes import shown
 
@@ -101,7 +101,8 @@ def _written(schema: Any, whole: Mapping[str, Any]) -> str | None:
     if not all(types) or any("string" in each for each in types):
         return None
     own = {name: whole[name] for name in _DEFINED if name in whole}
-    return f"%json {json.dumps(schema | own | {'x-guidance': JSON})} {ends}"
+    own = schema | own
+    return f"%json {json.dumps(own | {'x-guidance': json_options(json.dumps(own))})} {ends}"
 
 
 def _found(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:

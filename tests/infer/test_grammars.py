@@ -198,6 +198,36 @@ def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) ->
     assert not found[tokens.ends].any()  # which none of them may be followed by
 
 
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        found = {"type": "array", "items": found}
+    return found
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    import llguidance
+
+    tokens = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokens, grammar.source)
+    ids = tokens.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": {"type": "string"}}])
+def test_a_property_cannot_escape_its_schema_by_another_spelling(more: dict[str, Any]) -> None:
+    grammar = Grammar.json_schema({"type": "object", "properties": {"a": {"const": 1}}, **more})
+    assert accepts(grammar, '{"a": 1, "b\\n": "\\t\\\\"}')
+    for name in ("a", "\\u0061"):
+        assert not accepts(grammar, f'{{"{name}": "x"}}')
+
+
+@pytest.mark.parametrize("text", ["a\x01", "\x1f", 'ü"\b\f\n\r\t\\/'])
+def test_a_constant_may_hold_control_characters(text: str) -> None:
+    grammar = Grammar.json_schema({"enum": [text]})
+    assert accepts(grammar, json.dumps(text, ensure_ascii=False))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -213,6 +243,8 @@ def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) ->
         ),
         (lambda: Grammar.json_schema("{"), "JSON schema is no JSON"),
         (lambda: Grammar.json_schema({1, 2}), "JSON schema is no JSON"),  # type: ignore[arg-type]
+        (lambda: Grammar.json_schema({"minimum": float("nan")}), "is no JSON: Out of range float"),
+        (lambda: Grammar.json_schema(nested(200)), "cannot be used: recursion limit exceeded"),
         (lambda: Grammar.json_schema("[1]"), r"JSON schema is \[1\]; expected an object"),
         (lambda: Grammar.json_schema("true"), "JSON schema is true; expected an object"),
         (lambda: Grammar.choice([]), "expected a list of texts"),
