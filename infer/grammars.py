@@ -60,7 +60,8 @@ class Grammar:
     Attributes:
         source: the form, as `llguidance` reads it.
         thoughts: the texts between which a model thinks before it answers, such as `<think>` and
-            `</think>`. Thoughts may then come first; the form is that of the text after them.
+            `</think>`. Thoughts may then come first, unless the prompt ends with them; the form is
+            that of the text after them.
     """
 
     source: str
@@ -200,6 +201,7 @@ class GrammarForm(Form):
         if error := self._fresh.get_error():
             raise OptionError(f"the grammar cannot be used: {_said(error)}; simplify it.")
         self._matcher, self._read = self._fresh.deep_copy(), list[int]()  # what it has read
+        self._prompt: tuple[bytes, bool | None] = b"", None  # the last one, see `_thinks`
         self._known: dict[tuple[bytes, int], tuple[bool, np.ndarray]] = {}  # of texts, see `allow`
 
     def again(self) -> Self:
@@ -255,10 +257,25 @@ class GrammarForm(Form):
         if self._thoughts is None:
             return written, []
         begin, end = self._thoughts
-        if _starts(written, begin) or _last(prompt, begin) > _last(prompt, end):
+        thinks = self._thinks(prompt)
+        if thinks or (thinks is None and _starts(written, begin)):
             over = _places(written, end)
             return (written[over[0] + len(end) :] if over.size else None), []
-        return written, begin[len(written) :][:1].tolist() if _starts(begin, written) else []
+        may = thinks is None and _starts(begin, written)
+        return written, begin[len(written) :][:1].tolist() if may else []
+
+    def _thinks(self, prompt: np.ndarray) -> bool | None:
+        """Whether a prompt has begun thoughts, which go on; None where they may begin after it."""
+        key = prompt.tobytes()
+        if key != self._prompt[0]:
+            assert self._thoughts is not None
+            begin, end = self._thoughts
+            begun, ended = _last(prompt, begin), _last(prompt, end)
+            after = self._tokens.tokenizer.decode(prompt[max(ended, 0) + len(end) :])
+            # Templates that are told not to think write empty thoughts at the prompt's end.
+            over = ended > begun and not str(after).strip()
+            self._prompt = key, True if begun > ended else False if over else None
+        return self._prompt[1]
 
     def _mask(self, written: list[int]) -> bytes | None:
         """The bits of what may follow these tokens; None where no text of the form begins so."""

@@ -184,7 +184,8 @@ def row_of(speculator: Speculator, text: str) -> torch.Tensor:
         ("zz1", "12"),
         ("[z", "12[x"),  # thoughts that the prompt has begun
         ("[z1x]", "12"),
-        ("[]", "12["),
+        ("[]", "12"),  # a prompt that says that there are none
+        ("]x", "12["),  # of an earlier answer
     ],
 )
 def test_thoughts_come_first(speculator: Speculator, text: str, follows: str) -> None:
