@@ -25,6 +25,7 @@ from headstart.train.data.tool_calls import with_objects
 from headstart.train.figures.pieces import text_of
 
 from .asked import check_asked, check_fields
+from .calls import must_call
 from .forms import answer_form
 from .probabilities import Told, asked_probabilities
 from .reading import Read
@@ -121,6 +122,7 @@ class Handler(BaseHandler):
             of_text="input" in body,
             grammar=self._grammar,
             tools=body.get("tools", ()),
+            must_call=must_call(body),
             **{name: float(body.get(name, 0)) for name in _PENALTIES},
         )
         setattr(config, ASKED, self._asked)

@@ -13,6 +13,8 @@ from transformers.cli.serving.utils import (
 )
 from transformers.utils.chat_parsing import ResponseParser
 
+from .tagged_calls import are_tagged, as_ensured, with_types
+
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """How response templates name what a model thinks."""
 
@@ -116,13 +118,18 @@ def _checked(event: dict[str, Any]) -> list[dict[str, Any]]:
     return [event | {"value": each} for each in calls]
 
 
-def reader_of(processor: Any, model: Any, prompt: Any, tools: Any) -> Reader | None:
+def reader_of(
+    processor: Any, model: Any, prompt: Any, tools: Sequence[dict[str, Any]], ensured: bool
+) -> Reader | None:
     """Reads the answer to a prompt [1, P]; None where it is known of no template how it is written.
 
     Args:
         tools: of the request; the arguments of calls get the types that these have.
+        ensured: whether the answer has the form of calls, see `form_of_calls`.
     """
     template = get_response_template(processor, model)
     if template is None:
         return None
-    return Reader(template, prefix=processor.decode(prompt[0]), tools=tools)
+    if ensured and are_tagged(template.get("fields", {}).get(_CALLS, {})):
+        template = as_ensured(template)
+    return Reader(template, prefix=processor.decode(prompt[0]), tools=with_types(tools))

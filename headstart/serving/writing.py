@@ -48,6 +48,7 @@ class Asked(NamedTuple):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     tools: Sequence[dict[str, Any]] = ()  # that it may call
+    must_call: bool = False  # whether its form is that of calls
 
     @property
     def options(self) -> dict[str, Any]:
@@ -279,7 +280,7 @@ class Manager(GenerateManager):
         ends = self._writer.ends(config)
         before = prompt[0].tolist() if asked.continues else []
         if not asked.continues:
-            reader = reader_of(processor, model, prompt, asked.tools)
+            reader = reader_of(processor, model, prompt, asked.tools, asked.must_call)
         if asked.logprobs is not None:
             log = Log(asked.stops, ends)
         if asked.stops:

@@ -17,7 +17,7 @@ if not is_serve_available():
 from transformers.cli.serving.utils import get_response_template, response_events_to_chunks
 
 from headstart.serving.calls import form_of_calls
-from headstart.serving.reading import Read, Reader
+from headstart.serving.reading import Read, reader_of
 
 LLGUIDANCE = pytest.importorskip("llguidance")
 MODEL: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_5"))
@@ -35,6 +35,9 @@ PROPERTIES: dict[str, Any] = {
         "required": ["size"],
         "additionalProperties": False,
     },
+    "at": {"$ref": "#/$defs/place", "description": "of a type of its own"},
+    "how": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+    "count": {"enum": [1, 2]},
     "all": {"type": "boolean"},
     "code": {"type": "string", "pattern": "[0-9]+"},  # need not be there, and cannot be ensured
 }
@@ -42,7 +45,9 @@ PROPERTIES: dict[str, Any] = {
 
 def schema_of(*required: str, **more: Any) -> dict[str, Any]:
     found = {"type": "object", "properties": PROPERTIES, "required": list(required)}
-    return found | {"$defs": {"size": SIZE}, "additionalProperties": False} | more
+    place = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    known = {"size": SIZE, "place": place}
+    return found | {"$defs": known, "additionalProperties": False} | more
 
 
 def asked(schema: dict[str, Any], name: str = "f") -> dict[str, Any]:
@@ -62,6 +67,7 @@ def written(**values: str) -> str:
 
 
 CITY = {"city": "in\n <Rome>"}
+TAGS = "a</parameter> </function></tool_call> <parameter=all>"
 
 
 @pytest.mark.parametrize(
@@ -73,8 +79,18 @@ CITY = {"city": "in\n <Rome>"}
         (CITY | {"unit": "null", "note": "null"}, CITY | {"unit": None, "note": None}),
         (CITY | {"unit": "F", "note": "12"}, CITY | {"unit": "F", "note": "12"}),
         (CITY | {"where": '{"size": "small"}'}, CITY | {"where": {"size": "small"}}),
+        (CITY | {"at": '{"name": "Rome"}'}, CITY | {"at": {"name": "Rome"}}),
+        (CITY | {"how": '{"name": "Rome"}'}, CITY | {"how": {"name": "Rome"}}),
+        (CITY | {"how": "null", "count": "2"}, CITY | {"how": None, "count": 2}),
+        ({"city": TAGS}, {"city": TAGS}),
+        (CITY | {"at": json.dumps({"name": TAGS})}, CITY | {"at": {"name": TAGS}}),
+        ({"city": " a\n\n", "all": "true"}, {"city": " a\n\n", "all": True}),
+        ({"city": "", "all": "true"}, {"city": "", "all": True}),
         ({}, None),
         ({"size": "small"}, None),
+        (CITY | {"at": "Rome"}, None),
+        (CITY | {"at": '{"name": 1}'}, None),
+        (CITY | {"count": "3"}, None),
         (CITY | {"size": "tiny"}, None),
         (CITY | {"days": "10"}, None),
         (CITY | {"days": "1.5"}, None),
@@ -95,7 +111,8 @@ def test_calls_of_the_form_are_read_as_arguments_of_the_schema(
     fits = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     assert fits == (expected is not None)
     if fits:
-        reader = Reader(TEMPLATE, prefix="<|im_start|>assistant\n", tools=body["tools"])
+        processor: Any = SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n")
+        reader: Any = reader_of(processor, MODEL, [[]], body["tools"], ensured=True)
         read = Read.of(response_events_to_chunks([*reader.feed(text), *reader.finalize()[1]]))
         [call] = read.calls
         assert (call.name, json.loads(call.arguments)) == ("f", expected)
@@ -128,6 +145,16 @@ def test_an_answer_calls_what_it_must() -> None:
             "'f' requires 'gone'",
         ),
         (schema_of(minProperties=1), "f", "'f' has 'minProperties'"),
+        (
+            schema_of("to", properties={"to": {"$ref": "#/$defs/size", "maxLength": 5}}),
+            "f",
+            "'f' has 'to', which is neither plain text nor JSON",
+        ),
+        (
+            schema_of("to", properties={"to": {"type": "array", "items": {"$ref": "#"}}}),
+            "f",
+            "'f' has 'to', which is neither plain text nor JSON",
+        ),
         (schema_of(properties={"a>": {}}), "f", "the parameter 'a>' of 'f' cannot be called"),
         (schema_of(), "f>", "the function 'f>' cannot be called"),
     ],
@@ -135,3 +162,16 @@ def test_an_answer_calls_what_it_must() -> None:
 def test_what_cannot_be_ensured_is_refused(schema: dict[str, Any], name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         form(asked(schema, name))
+
+
+def test_arguments_get_the_types_that_their_schemas_refer_to() -> None:
+    """Also where the model chooses; what no schema is, it leaves as it is written."""
+    properties = PROPERTIES | {"odd": {"$ref": 1, "type": {}}, "round": {"$ref": "#/$defs/round"}}
+    schema = schema_of(properties=properties)
+    schema["$defs"] |= {"round": {"$ref": "#/$defs/round"}}
+    processor: Any = SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n")
+    reader: Any = reader_of(processor, MODEL, [[]], asked(schema)["tools"], ensured=False)
+    text = "<tool_call><function=f><parameter=at>{}</parameter><parameter=odd>1</parameter>"
+    text += "<parameter=round>2</parameter></function></tool_call>"
+    read = Read.of(response_events_to_chunks([*reader.feed(text), *reader.finalize()[1]]))
+    assert json.loads(read.calls[0].arguments) == {"at": {}, "odd": "1", "round": "2"}
