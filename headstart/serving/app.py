@@ -34,7 +34,7 @@ from .responses import Responses
 from .several import answers_to_each, merged, merged_stream
 from .shapes import check_text, shown
 from .streamers import Left
-from .writing import Manager, State, Writer, in_thread, log_failure, returned, said_of
+from .writing import Manager, State, Writer, in_thread, log_failure, refusal, returned, said_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -121,7 +121,7 @@ class _WithKey:
             kind, _, key = given.partition(b" ")
             if kind.lower() != b"bearer" or not compare_digest(key.strip(), self._key):
                 message = "the request has no key, or another one; send Authorization: Bearer KEY"
-                said = {"message": message, "type": "invalid_request_error"}
+                said = refusal(message, code="invalid_api_key")
                 answer = JSONResponse({"error": said}, 401, {"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
                 return
@@ -243,13 +243,14 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         log_failure(error)
         status = 400 if isinstance(error, ValueError) else 500
         return JSONResponse({"error": said_of(error)}, status_code=status)
+    status = 400 if error.status_code == 422 else error.status_code
+    if isinstance(error.detail, dict):
+        return JSONResponse({"error": error.detail}, status_code=status)
     message = str(error.detail)
     if message in ("Not Found", "Method Not Allowed"):  # from where there is no route
         paths = ", ".join([*_HANDLERS, *sorted(_KEPT), "/metrics"])
         message = f"{request.method} {request.url.path} is not served here; there are: {paths}"
-    status = 400 if error.status_code == 422 else error.status_code
-    said = {"message": message, "type": "invalid_request_error"}
-    return JSONResponse({"error": said}, status_code=status)
+    return JSONResponse({"error": refusal(message)}, status_code=status)
 
 
 class _OneModel(ModelManager):

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from .calls import must_call
 from .probabilities import asked_probabilities
 from .settings import FIELDS, SETTINGS, check_settings
-from .shapes import check_shapes, shown, wrong
+from .shapes import Refused, check_shapes, shown, wrong
 
 Body = Mapping[str, Any]
 
@@ -62,6 +62,9 @@ _OTHER_NAMES = {
 }
 """Fields of other servers, and the settings of `generation_config` that do what they do."""
 
+_OTHER_FORMS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+"""The same of `structured_outputs`."""
+
 _OF_TOKENIZER = {
     "messages",
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
@@ -89,7 +92,10 @@ def check_fields(body: Body, known: Collection[str]) -> None:
         remedy = f"leave it out; fields beside those of the protocol are {', '.join(EXTRA)}"
         if setting:
             remedy = f"give {setting} in generation_config"
-        raise ValueError(f"{shown(name)} is no field of this endpoint; {remedy}")
+        elif name in _OTHER_FORMS:
+            remedy = f"give {_OTHER_FORMS[name]} in structured_outputs"
+        said = f"{shown(name)} is no field of this endpoint; {remedy}"
+        raise Refused(said, name, "unknown_parameter")
 
 
 def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> None:
@@ -116,8 +122,10 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
             raise wrong(name, body[name], wanted)
     check_settings(body, vocabulary)
     if asked_probabilities(body) is not None and body.get("echo"):
-        raise ValueError(
-            "echo is true, and there are no probabilities of a prompt; leave logprobs or echo out"
+        raise Refused(
+            "echo is true, and there are no probabilities of a prompt; leave logprobs or echo out",
+            "echo",
+            "unsupported_value",
         )
     for name, (harmless, remedy) in _UNAVAILABLE.items():
         if name not in body:
@@ -125,17 +133,19 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
         if name == "parallel_tool_calls" and (must_call(body) or not body.get("tools")):
             continue  # a form ensures it, or there is nothing to call
         if not harmless(body[name]):
-            value = shown(body[name])
-            raise ValueError(f"{name} is {value}, which this server cannot do; {remedy}")
+            said = f"{name} is {shown(body[name])}, which this server cannot do; {remedy}"
+            raise Refused(said, name, "unsupported_value")
     if ("messages" in body or "input" in body) and template is None:
         raise ValueError(
             "the target's tokenizer has no chat template, so it answers no chats; send the text as "
             "the prompt of /v1/completions"
         )
     if taken := body.get("chat_template_kwargs", {}).keys() & _OF_TOKENIZER:
-        raise ValueError(
+        raise Refused(
             f"chat_template_kwargs has {shown(min(taken))}, which is no setting of a template; "
-            "leave it out"
+            "leave it out",
+            "chat_template_kwargs",
         )
     if body.get("tools") and "tools" not in str(template):
-        raise ValueError("the target's chat template has no place for tools; leave them out")
+        said = "the target's chat template has no place for tools; leave them out"
+        raise Refused(said, "tools", "unsupported_value")

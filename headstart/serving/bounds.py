@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from headstart.heads.core import trained_context
 
+from .shapes import Refused
+
 _ESCAPED = 6  # bytes of a body for one of its texts, which may be written \u0061
 _BESIDE = 1 << 20  # bytes of a body for what is not the prompt
 _LEAST = 1 << 16  # bytes of a prompt that are always tokenized
@@ -50,9 +52,11 @@ class Bounds(NamedTuple):
             return
         size = sum(len(text.encode()) for text in _texts(body))
         if size > self.prompt:
-            raise ValueError(
+            raise Refused(
                 f"the prompt has {size:,} bytes, and the target was made for {self.context:,} "
-                f"tokens in all, which are at most {self.prompt:,} bytes; shorten it"
+                f"tokens in all, which are at most {self.prompt:,} bytes; shorten it",
+                next(name for name in ("messages", "prompt", "input") if name in body),
+                "context_length_exceeded",
             )
 
 

@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import get_response_template
 from headstart.infer import Grammar
 from headstart.infer.grammars import json_options
 
-from .shapes import shown, wrong
+from .shapes import Refused, shown, wrong
 from .tagged_calls import BEGIN, END, are_tagged, rules_of_tagged
 
 _CALL = {"type": "function", "function": "{content}"}
@@ -42,10 +42,12 @@ def form_of_calls(body: Mapping[str, Any], tokenizer: Any, model: Any) -> Gramma
     tagged = are_tagged(field)
     marks = (BEGIN, END) if tagged else _marks(field)
     if marks is None:
-        raise ValueError(
+        raise Refused(
             f"tool_choice is {shown(body['tool_choice'])}, and it is not known that the target "
             "writes calls as JSON or between tags, by its tokenizer's response_template; let the "
-            "model choose"
+            "model choose",
+            "tool_choice",
+            "unsupported_value",
         )
     begin, end = (_spelled(mark, tokenizer) for mark in marks)
     several = body["tool_choice"] == "required" and body.get("parallel_tool_calls") is not False
@@ -65,14 +67,16 @@ def _rules_of_json(functions: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[
 def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The names of functions that may be called, and the schemas of their arguments."""
     choice, found = body["tool_choice"], list[tuple[str, dict[str, Any]]]()
-    for tool in body.get("tools", ()):
+    for number, tool in enumerate(body.get("tools", ())):
         function = tool.get("function", tool)
         name = function["name"]
         schema = function.get("parameters") or {"type": "object", "additionalProperties": False}
         try:
             Grammar.json_schema(schema)
         except ValueError as error:
-            raise ValueError(f"the parameters of {shown(name)}: {error}") from error
+            at = f"tools[{number}].{'function.' * ('function' in tool)}parameters"
+            said = f"the parameters of {shown(name)}: {error}"
+            raise Refused(said, at, "invalid_function_parameters") from error
         found.append((name, schema | {"x-guidance": json_options(json.dumps(schema))}))
     if choice == "required":
         wanted = found
@@ -83,7 +87,8 @@ def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         wanted = [each for each in found if each[0] == named["name"]]
     if not wanted:
         names = ", ".join(shown(name) for name, _ in found) or "none"
-        raise ValueError(f"tool_choice is {shown(choice)}, and the tools are: {names}")
+        said = f"tool_choice is {shown(choice)}, and the tools are: {names}"
+        raise Refused(said, "tool_choice", "invalid_value")
     return wanted
 
 

@@ -11,7 +11,7 @@ from headstart.infer import Grammar
 
 from .calls import form_of_calls, must_call
 from .reading import THOUGHTS
-from .shapes import wrong
+from .shapes import Refused, without_nulls, wrong
 
 _OUTPUTS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
@@ -51,11 +51,11 @@ def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     if "structured_outputs" in body:
         found["structured_outputs"] = _output(body["structured_outputs"])
     if len(found) > 1:
-        raise ValueError(f"the request has {' and '.join(found)}; give one of them")
+        raise Refused(f"the request has {' and '.join(found)}; give one of them", [*found][-1])
     for name in found:
         if body.get("tools"):
             said = f"the request has {name} and tools, which could not be called then"
-            raise ValueError(f"{said}; leave one of them out")
+            raise Refused(f"{said}; leave one of them out", name, "unsupported_value")
     return next(iter(found.values()), None)
 
 
@@ -85,13 +85,15 @@ def _add(found: dict[str, Grammar], name: str, form: Any, inside: str | None) ->
         if not isinstance(schema, dict):
             at = f"{name}.schema" if inside is None else f"{name}.{inside}.schema"
             raise wrong(at, schema, "a JSON schema, an object")
-        found[name] = Grammar.json_schema(schema)
+        found[name] = _made(name, Grammar.json_schema, schema)
     elif kind != "text":
         raise wrong(name, form, _WANTED)
 
 
 def _output(asked: Any) -> Grammar:
     known = ", ".join(_OUTPUTS)
+    if isinstance(asked, dict):  # clients may send all of vLLM's fields
+        asked = without_nulls(asked)
     if not isinstance(asked, dict) or len(asked) != 1 or not asked.keys() <= _OUTPUTS.keys():
         raise wrong("structured_outputs", asked, f"an object with one of {known}")
     ((name, value),) = asked.items()
@@ -100,7 +102,14 @@ def _output(asked: Any) -> Grammar:
         raise wrong(at, value, "a text")
     if name == "json_object" and value is not True:
         raise wrong(at, value, "true")
-    return _OUTPUTS[name](value)
+    return _made(at, _OUTPUTS[name], value)
+
+
+def _made(name: str, make: Callable[[Any], Grammar], given: Any) -> Grammar:
+    try:
+        return make(given)
+    except ValueError as error:
+        raise Refused(f"{name}: {error}", name, "invalid_value") from error
 
 
 def thoughts_of(tokenizer: Any, model: Any) -> tuple[str, str] | None:

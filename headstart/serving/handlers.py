@@ -30,8 +30,8 @@ from .forms import answer_form
 from .probabilities import Told, asked_probabilities
 from .reading import Read
 from .several import END, each_answer
-from .shapes import biases_of, check_ids, stops_of, with_known_roles, without_nulls
-from .writing import ASKED, Asked, log_failure, said_of
+from .shapes import Refused, biases_of, check_ids, stops_of, with_known_roles, without_nulls
+from .writing import ASKED, Asked, log_failure, refusal, said_of
 
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
@@ -43,7 +43,8 @@ def check_model(asked: Any, name: str | None) -> None:
         HTTPException: 404, as the protocol has it.
     """
     if asked not in (None, name):
-        raise HTTPException(404, f"no model {asked!r} is served here; ask for {name!r}")
+        said = f"no model {asked!r} is served here; ask for {name!r}"
+        raise HTTPException(404, refusal(said, "model", "model_not_found"))
 
 
 def known(handler: Any) -> frozenset[str]:
@@ -84,7 +85,8 @@ class Handler(BaseHandler):
         check_model(body.get("model"), model.force_model)
         check_fields(body, self.fields)
         if self.asked_in not in body:
-            raise ValueError(f"{self.asked_in} is missing; expected what is to be answered")
+            said = f"{self.asked_in} is missing; expected what is to be answered"
+            raise Refused(said, self.asked_in, "missing_required_parameter")
         target, tokenizer = model.load_model_and_processor()
         check_asked(body, getattr(tokenizer, "chat_template", None), model.vocabulary)
         model.bounds.check_prompt(body)
@@ -117,6 +119,7 @@ class Handler(BaseHandler):
             seed=body.get("seed"),
             chat=chat,
             continues="prompt" in body,
+            prompt=self.asked_in,
             stops=tuple(stops),
             logprobs=asked_probabilities(body),
             of_text="input" in body,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.heads.core.spelling import spell
 
-from .shapes import wrong
+from .shapes import Refused, wrong
 from .stops import UntilStop
 
 if TYPE_CHECKING:
@@ -46,20 +46,19 @@ def asked_probabilities(body: Mapping[str, Any]) -> int | None:
         if not isinstance(told, bool):
             raise wrong("logprobs", told, "true or false; top_logprobs is the number of tokens")
         if most and not told:
-            raise ValueError(f"top_logprobs is {most} without logprobs; give logprobs: true, too")
+            said = f"top_logprobs is {most} without logprobs; give logprobs: true, too"
+            raise Refused(said, "top_logprobs")
         return most if told else None
     if "input" in body:
         if _INCLUDED in body.get("include", ()):
             return most
         if most:
-            raise ValueError(
-                f"top_logprobs is {most} and include has no {_INCLUDED!r}; give that, too"
-            )
+            said = f"top_logprobs is {most} and include has no {_INCLUDED!r}; give that, too"
+            raise Refused(said, "top_logprobs")
         return None
     if most:
-        raise ValueError(
-            f"top_logprobs is {most}, which is of /v1/chat/completions; give logprobs: {most}"
-        )
+        said = f"top_logprobs is {most}, which is of /v1/chat/completions; give logprobs: {most}"
+        raise Refused(said, "top_logprobs")
     if told is False:
         return None
     if type(told) is not int or not 0 <= told <= MOST:

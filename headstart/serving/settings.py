@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from headstart.terminal import is_utf8, one_line
 from headstart.train.recipe.fields import nearest
 
-from .shapes import check_stops, is_number, shown, wrong
+from .shapes import Refused, check_stops, is_number, shown, wrong
 
 _LARGEST = 1 << 62  # what torch and transformers count with has 64 bits
 
@@ -149,14 +149,17 @@ def check_settings(body: Mapping[str, Any], vocabulary: int | None) -> None:
             if not holds(value):
                 raise wrong(at, value, wanted)
         elif name == "max_length":
-            raise ValueError(f"{at} is {shown(value)}; give max_new_tokens in place of it")
+            raise Refused(f"{at} is {shown(value)}; give max_new_tokens in place of it", at)
         elif name not in _NEUTRAL:
-            raise ValueError(
+            raise Refused(
                 f"generation_config has {shown(name)}, which this server does not know"
-                f"{nearest(name[:100], SETTINGS)}; it takes {', '.join(SETTINGS)}"
+                f"{nearest(name[:100], SETTINGS)}; it takes {', '.join(SETTINGS)}",
+                at,
+                "unknown_parameter",
             )
         elif value != _NEUTRAL[name]:
-            raise ValueError(f"{at} is {shown(value)}, which this server cannot do; leave it out")
+            said = f"{at} is {shown(value)}, which this server cannot do; leave it out"
+            raise Refused(said, at, "unsupported_value")
         for token in _ids_of(name, value):
             none = token == -1 and name in ("eos_token_id", "pad_token_id")
             if not none and not 0 <= token < (vocabulary or token + 1):
@@ -166,7 +169,8 @@ def check_settings(body: Mapping[str, Any], vocabulary: int | None) -> None:
     try:
         GenerationConfig(**found)
     except (TypeError, AttributeError, KeyError) as error:  # from settings that are objects
-        raise ValueError(f"generation_config cannot be read: {one_line(error)}") from error
+        said = f"generation_config cannot be read: {one_line(error)}"
+        raise Refused(said, "generation_config") from error
 
 
 def _listed(value: Any) -> list[Any]:

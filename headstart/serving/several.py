@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from .shapes import wrong
+from .shapes import Refused, wrong
 
 MOST = 128
 """Answers to one request, at most."""
@@ -32,9 +32,10 @@ def each_answer(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     count, prompts = answers_to_each(body), _prompts(body.get("prompt"))
     if (total := count * len(prompts)) > MOST:
-        raise ValueError(
+        raise Refused(
             f"the request asks for {total:,} answers, n to each prompt; expected at most {MOST}: "
-            "send several requests"
+            "send several requests",
+            "n",
         )
     found, seed = [], body.get("seed")
     for prompt in prompts:

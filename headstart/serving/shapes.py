@@ -137,7 +137,7 @@ def check_stops(given: Any, name: str) -> None:
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise wrong(name, given, "a text, or a list of texts")
     if len(found) > _STOPS:
-        raise ValueError(f"{name} has {len(found):,} texts; expected at most {_STOPS}")
+        raise Refused(f"{name} has {len(found):,} texts; expected at most {_STOPS}", name)
 
 
 def check_text(body: Mapping[str, Any]) -> None:
@@ -155,8 +155,9 @@ def check_text(body: Mapping[str, Any]) -> None:
         if not is_utf8(name):
             raise ValueError(f"the field {shown(name)} is no text; leave it out")
         if not is_utf8(json.dumps(value, ensure_ascii=False)):
-            raise ValueError(
-                f"{name} holds half of a surrogate pair, which is no text; send whole characters"
+            raise Refused(
+                f"{name} holds half of a surrogate pair, which is no text; send whole characters",
+                name,
             )
 
 
@@ -196,9 +197,22 @@ def is_number(value: Any) -> bool:
     return number and abs(value) < _LARGEST
 
 
-def wrong(name: str, value: Any, wanted: str) -> ValueError:
+class Refused(ValueError):
+    """A request that is not answered as it is.
+
+    Attributes:
+        param: the field that is at fault, `messages[0].role` say; code: the protocol's word for it.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+def wrong(name: str, value: Any, wanted: str) -> Refused:
     """The error of a field that has another value than was expected."""
-    return ValueError(f"{name} is {shown(value)}; expected {wanted}")
+    at = name.partition(" ")[0]
+    return Refused(f"{name} is {shown(value)}; expected {wanted}", at, "invalid_value")
 
 
 def shown(value: Any) -> str:
@@ -244,8 +258,10 @@ def _check_content(content: Any, at: str, kinds: frozenset[str] = TEXT_PARTS) ->
         if not isinstance(kind, str):
             raise wrong(here, part, "an object with a type, such as 'text'")
         if kind not in kinds:
-            raise ValueError(
-                f"{here} is of type {shown(kind)}, which this server cannot read; send text alone"
+            raise Refused(
+                f"{here} is of type {shown(kind)}, which this server cannot read; send text alone",
+                here,
+                "unsupported_value",
             )
         if not isinstance(part.get("text"), str):
             raise wrong(f"{here}.text", part.get("text"), "a text")
@@ -280,8 +296,10 @@ def _check_input(given: Any) -> None:
         elif kind in (None, "message"):
             _check_message(item, at)
         else:
-            raise ValueError(
-                f"{at} is of type {shown(kind)}, which this server cannot read; send messages"
+            raise Refused(
+                f"{at} is of type {shown(kind)}, which this server cannot read; send messages",
+                at,
+                "unsupported_value",
             )
     if all(item.get("type") == "reasoning" for item in given):
         raise wrong("input", given, "at least one message beside the thoughts")

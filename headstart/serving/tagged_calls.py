@@ -22,7 +22,7 @@ from typing import Any
 
 from headstart.infer.grammars import json_options
 
-from .shapes import shown
+from .shapes import Refused, shown
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -211,13 +211,16 @@ def _whole(text: str) -> bool:
 
 def _check_name(name: str, what: str) -> None:
     if not name or ">" in name or "\n" in name:
-        raise ValueError(f"{what} cannot be called: its name is empty, or has > or a line end")
+        said = f"{what} cannot be called: its name is empty, or has > or a line end"
+        raise Refused(said, "tools", "invalid_function_parameters")
 
 
-def _unsure(name: str, why: str) -> ValueError:
-    return ValueError(
+def _unsure(name: str, why: str) -> Refused:
+    return Refused(
         f"the schema of {shown(name)} {why}; a call of it cannot be ensured with a target that "
-        "writes arguments between tags: simplify it, or let the model choose"
+        "writes arguments between tags: simplify it, or let the model choose",
+        "tools",
+        "invalid_function_parameters",
     )
 
 

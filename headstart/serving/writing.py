@@ -23,6 +23,7 @@ from headstart.train.figures.pieces import context_of
 from .metrics import Metrics
 from .probabilities import Log, Spelling, Told
 from .reading import reader_of
+from .shapes import Refused
 from .stops import AtStop
 from .streamers import Cut, Left
 
@@ -41,6 +42,7 @@ class Asked(NamedTuple):
     seed: int | None = None
     chat: list[dict[str, Any]] | None = None
     continues: bool = False  # the prompt's text, rather than answer a chat
+    prompt: str = "prompt"  # the field that has it
     stops: tuple[str, ...] = ()  # strings that end the answer, none of them empty
     logprobs: int | None = None  # of how many likely tokens; None without any probabilities
     of_text: bool = False  # whether they are those of the text alone, rather than of thoughts too
@@ -62,12 +64,20 @@ def asked_of(config: Any) -> Asked:
     return getattr(config, ASKED, Asked())
 
 
-def said_of(error: Exception) -> dict[str, str]:
+def said_of(error: Exception) -> dict[str, Any]:
     """An error as clients of the protocol read it; of the server's own failures, the kind alone."""
+    if isinstance(error, Refused):
+        return refusal(one_line(error), error.param, error.code)
     if isinstance(error, ValueError):
-        return {"message": one_line(error), "type": "invalid_request_error"}
+        return refusal(one_line(error))
     failed = f"the server could not write this answer ({type(error).__name__})"
-    return {"message": failed, "type": "server_error"}
+    return refusal(failed) | {"type": "server_error"}
+
+
+def refusal(message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """A request that is not answered, as clients of the protocol read it; see `Refused`."""
+    said = {"message": message, "type": "invalid_request_error"}
+    return said | {"param": param, "code": code}
 
 
 def log_failure(error: Exception) -> None:
@@ -149,13 +159,15 @@ class Writer:
         """
         length = inputs["input_ids"].shape[-1]
         if length == 0:
-            raise ValueError("the prompt is empty; give at least one token.")
+            raise Refused("the prompt is empty; give at least one token.", asked_of(config).prompt)
         if self._context is None:
             return
         if (room := self._context - length) < 1:
-            raise ValueError(
+            raise Refused(
                 f"the prompt has {counted(length, 'token')}, and the target was made for "
-                f"{self._context} in all; shorten it."
+                f"{self._context} in all; shorten it.",
+                asked_of(config).prompt,
+                "context_length_exceeded",
             )
         config.max_new_tokens = min(config.max_new_tokens or room, room)
 

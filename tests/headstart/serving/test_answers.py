@@ -262,6 +262,37 @@ def test_a_mistake_is_answered_with_400(
     assert said in error["message"] and "\n" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"model": "other"}, "model", "model_not_found"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": 1, "content": "a"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": [ASKED[0] | {"content": "xyz" * 999}]}, "messages", "context_length_exceed"),
+        ({"messages": [ASKED[0] | {"content": "a" * 70_000}]}, "messages", "context_length_exceed"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias", "invalid_value"),
+        ({"best_of": 2}, "best_of", "unknown_parameter"),
+        ({"guided_json": {}}, "guided_json", "unknown_parameter"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),
+        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+        ({"generation_config": '{"top_k": "a"}'}, "generation_config.top_k", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", None),
+    ],
+)
+def test_an_error_names_the_field_and_the_fault(
+    client: Any, given: dict[str, Any], param: str, code: str | None
+) -> None:
+    status, text = post(client, "/v1/chat/completions", BODY | given)
+    error = json.loads(text)["error"]
+    assert status == (404 if param == "model" else 400)
+    assert [*error] == ["message", "type", "param", "code"]
+    assert error["param"] == param
+    assert error["code"] == code if code is None else error["code"].startswith(code)
+
+
 def test_null_and_nothing_are_the_same(client: Any) -> None:
     given = {"chat_template_kwargs": None, "stop": None, "seed": None, "tools": None}
     status, text = post(client, "/v1/chat/completions", BODY | given)
@@ -288,8 +319,9 @@ def test_what_cannot_be_read_is_answered_with_an_error_object(
     client: Any, path: str, body: Any, method: str, status: int, said: str
 ) -> None:
     found, text = post(client, path, body, method)
-    message = json.loads(text)["error"]["message"]
-    assert found == status
+    error = json.loads(text)["error"]
+    assert found == status and {"type", "param", "code"} < error.keys()
+    message = error["message"]
     assert any(part in message for part in said.split("|"))
 
 
@@ -309,6 +341,8 @@ def test_fields_of_other_servers_change_the_text_or_are_refused(client: Any) -> 
         assert (found.choices[0].message.content == whole) == same, given
     status, text = post(client, "/v1/completions", {"prompt": "a", "min_tokens": 2})
     assert status == 400 and "give min_new_tokens in generation_config" in text
+    status, text = post(client, "/v1/completions", {"prompt": "a", "guided_regex": "a"})
+    assert status == 400 and "give regex in structured_outputs" in text
 
 
 def test_without_the_key_nothing_is_answered() -> None:
@@ -322,8 +356,9 @@ def test_without_the_key_nothing_is_answered() -> None:
             status, text = post(client, path, "", "POST")
             assert status == 401 and "Bearer" in json.loads(text)["error"]["message"]
         for given in ("none", "secret2", "s"):
-            with pytest.raises(AuthenticationError):
+            with pytest.raises(AuthenticationError) as caught:
                 client.with_options(api_key=given).models.list()
+            assert caught.value.code == "invalid_api_key"
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])

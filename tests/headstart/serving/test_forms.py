@@ -76,7 +76,7 @@ def test_other_forms(client: Any) -> None:
         ({"choice": ["maybe"]}, "maybe"),
         ({"regex": "a{3}b"}, "aaab"),
         ({"grammar": 'start: "x" "y"'}, "xy"),
-        ({"json": {"const": 7}}, "7"),
+        ({"json": {"const": 7}, "regex": None}, "7"),
     ):
         extra = {"structured_outputs": form}
         found = client.chat.completions.create(**CHAT, extra_body=extra)
@@ -115,8 +115,9 @@ def test_a_mistake_is_answered_with_400(client: Any) -> None:
     from openai import BadRequestError
 
     wrong = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "objec"}}}
-    with pytest.raises(BadRequestError, match="JSON schema cannot be used: Invalid type"):
+    with pytest.raises(BadRequestError, match="JSON schema cannot be used: Invalid ty") as caught:
         client.chat.completions.create(**CHAT, response_format=wrong)
+    assert (caught.value.param, caught.value.code) == ("response_format", "invalid_value")
 
 
 def test_which_models_think_first() -> None:
