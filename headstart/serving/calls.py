@@ -71,6 +71,7 @@ def _functions(body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         function = tool.get("function", tool)
         name = function["name"]
         schema = function.get("parameters") or {"type": "object", "additionalProperties": False}
+        schema = {"type": "object"} | schema  # arguments are one, also if only its parts are given
         try:
             Grammar.json_schema(schema)
         except ValueError as error:

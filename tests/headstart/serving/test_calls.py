@@ -17,6 +17,7 @@ if not is_serve_available():
     pytest.skip("needs fastapi, uvicorn and openai", allow_module_level=True)
 
 from headstart.serving.calls import form_of_calls
+from headstart.serving.shapes import Refused
 
 CALLS = {
     "open_pattern": r"\s*<think>",  # a token of its own
@@ -86,6 +87,22 @@ def test_a_response_calls_what_it_must(client: Any) -> None:
     assert json.loads(item.arguments)["size"] in ("small", "large")
 
 
+def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer: Any = speaker(64).tokenizer
+    fields = {"tool_calls": {**CALLS, "open": "<call>"}}
+    tokenizer.response_template = {**TEMPLATE, "fields": fields}
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    body = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    source = form_of_calls(body, tokenizer, None).source
+    tokens = llguidance.LLTokenizer("byte")
+    for arguments, fits in (('{"a": 1}', True), ("{}", True), ('{"a": "x"}', False), ("5", False)):
+        text = f'<call>{{"name": "f", "arguments": {arguments}}}</call>'
+        ids = tokens.tokenize_str(text)
+        matcher = llguidance.LLMatcher(tokens, source)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == fits, arguments
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -102,8 +119,10 @@ def test_a_response_calls_what_it_must(client: Any) -> None:
 def test_what_cannot_be_called_is_refused(asked: dict[str, Any], said: str) -> None:
     tokenizer: Any = speaker(64).tokenizer
     tokenizer.response_template = TEMPLATE
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(Refused, match=said) as caught:
         form_of_calls(CHAT | {"tool_choice": "required"} | asked, tokenizer, None)
+    at = "tools[0].function.parameters" if "parameters" in said else "tool_choice"
+    assert caught.value.param == at
 
 
 @pytest.mark.parametrize(
