@@ -87,6 +87,8 @@ class Reader(ResponseParser):
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         known = len(events)
         try:
+            if self._current == _CALLS and self._is_cut():
+                raise ValueError("a call without its end")
             super()._close_current(events)
             events[known:] = [each for event in events[known:] for each in _checked(event)]
         except Exception:  # the target may have written anything
@@ -98,6 +100,14 @@ class Reader(ResponseParser):
                 text = field.close_re.split(text, maxsplit=1)[0]  # without the end token
             events.append({"type": "region_chunk", "field": "content", "text": text})
             self._reset_to_implicit()
+
+    def _is_cut(self) -> bool:
+        """Whether a call between tags has no end; it would be read without its last arguments."""
+        field = self._spec.fields[_CALLS]
+        if field.content != "xml-inline" or field.close_re is None:
+            return False
+        ends = (found.end() for found in field.close_re.finditer(self._buffer, self._begun))
+        return self._pos not in ends
 
 
 def _append(parts: list[tuple[int, int]], begin: int, end: int) -> None:

@@ -175,3 +175,17 @@ def test_arguments_get_the_types_that_their_schemas_refer_to() -> None:
     text += "<parameter=round>2</parameter></function></tool_call>"
     read = Read.of(response_events_to_chunks([*reader.feed(text), *reader.finalize()[1]]))
     assert json.loads(read.calls[0].arguments) == {"at": {}, "odd": "1", "round": "2"}
+
+
+@pytest.mark.parametrize("ensured", [False, True])
+def test_a_call_that_is_cut_is_text(ensured: bool) -> None:
+    processor: Any = SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n")
+    body, whole = asked(schema_of()), written(city="Rome", days="7")
+    for end in (len(whole), whole.index("7"), whole.index("</function>"), len(whole) - 1):
+        reader: Any = reader_of(processor, MODEL, [[]], body["tools"], ensured)
+        events = [*reader.feed(whole[:end]), *reader.finalize()[1]]
+        read = Read.of(response_events_to_chunks(events))
+        if end == len(whole):
+            assert json.loads(read.calls[0].arguments) == {"city": "Rome", "days": 7}
+        else:
+            assert not read.calls and read.text == whole[:end]
