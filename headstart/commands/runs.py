@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,14 @@ def run(options: argparse.Namespace) -> int:
         folders = sorted(p for p in options.output.glob("*/") if _stages(p))
         found = [_run(folder) for folder in folders]
         title = f"runs in {options.output}" if found else f"no runs in {options.output}"
-        columns = ("run", "in use by"), ("stages", "current", "MB", "last finished")
+        columns = ("run", "last finished", "in use by"), ("stages", "current", "MB")
     else:
         folder = _folder(options)
         if options.remove:
             return _remove(folder, options.remove)
         found = [_stage(stage) for stage in _stages(folder)]
         title = f"stages in {folder}"
-        columns = ("stage", "state", "made from"), ("MB", "seconds", "finished")
+        columns = ("stage", "state", "made from", "finished"), ("MB", "seconds")
     if options.json:
         print(json.dumps(blank(found), indent=2, ensure_ascii=False))
     else:
@@ -119,9 +120,15 @@ def _print(
     from headstart.reports.tables import column_table, print_apart, titled
 
     names, figures = columns
+    names = tuple(n for n in names if n != "in use by" or any(row[n] for row in rows))
     table = column_table(names, figures, gap=1)
-    # What NAME and --remove take: other columns give way first.
-    table.columns[0].min_width = min(30, max((len(row[names[0]]) for row in rows), default=0))
+    # What NAME and --remove take: other columns of text give way first, and no figure is cut.
+    across = shutil.get_terminal_size().columns
+    room = max(16, across - 36)
+    table.columns[0].width = min(room, max((len(row[names[0]]) for row in rows), default=5))
+    if across < 80:
+        when = next(at for at, name in enumerate(names) if name.endswith("finished"))
+        table.columns[when].width = len("2026-11-29")  # above its time
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in (*names, *figures)))
     print_apart(titled(sys.stdout, title), table)

@@ -71,6 +71,22 @@ def test_a_name_is_whole_on_a_narrow_terminal(
         assert "my-first-model " in call(capsys, "--output", str(runs))[1]
 
 
+@pytest.mark.parametrize("name", [(), ("first",)])
+def test_no_time_and_no_figure_is_cut_on_a_narrow_terminal(
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: tuple[str, ...],
+) -> None:
+    (row, *_) = json.loads(call(capsys, *name, "--output", str(runs), "--json")[1])
+    monkeypatch.setenv("COLUMNS", "60")
+    _, table = call(capsys, *name, "--output", str(runs))
+    when = row["finished"] if name else row["last finished"]
+    titles = ("state", "finished", "seconds") if name else ("stages", "current")
+    for cell in (*when.split(), str(row["MB"]), *titles):
+        assert f"{cell} " in table, cell
+
+
 def test_what_is_asked_for_is_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, where = runs / "first", ("--output", str(runs))
     current = (root / "heads").resolve()
