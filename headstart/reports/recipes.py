@@ -69,6 +69,11 @@ def describe_recipes(chosen: Sequence[str], estimated: bool = True) -> dict[str,
         raise UsageError(f"no part {name!r}{near}; expected some of {', '.join(parts)}")
     if estimated:
         names = [name for name in shipped_combinations() if {*chosen} <= {*name.split("+")}]
+        if chosen and not names:
+            raise UsageError(
+                f"no recipe has all of {', '.join(chosen)}; a recipe has one family, one model and "
+                "one hardware: give at most one of each"
+            )
         found["estimates"] = _estimates(names)
     if not chosen:
         found["recipes"] = {name: first_line(path) for name, path in whole.items()}

@@ -96,6 +96,12 @@ def test_a_whole_recipe_is_no_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'own-model' is a whole recipe and no part of others" in capsys.readouterr().err
 
 
+def test_parts_that_no_recipe_joins_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "medusa", "eagle"]) == 2
+    done = capsys.readouterr()
+    assert not done.out and "no recipe has all of medusa, eagle; a recipe has one" in done.err
+
+
 def test_an_unknown_part_is_answered_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "medusa", "llama"]) == 2
     error = capsys.readouterr().err
