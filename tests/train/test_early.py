@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such corpus": ({"corpus": {"source": "none.jsonl"}}, "no such file"),
     "rows": ({"distill": {"new_tokens": 100}}, "make 140 tokens, but the target's context is 128"),
     "validation": ({"decode": {"new_tokens": 100}}, r"decode\.new_tokens 100 make 140 tokens"),
-    "held-out": ({"decode": {"prompts": 50}}, "for bench, expected 50; give more documents"),
+    "held-out": ({"decode": {"prompts": 50}}, "thirds of them, expected 50; give more documents"),
     "prompts": ({"distill": {"prefix_tokens": 3}}, "of at most 3 tokens"),
     "earlier": ({"distill": {"earlier": "nowhere"}}, "distill.earlier: nowhere holds no manifest"),
     "writing": ({"distill": {"drafter": "./nowhere"}}, "nowhere"),

@@ -294,6 +294,7 @@ def held_out_prompts(
         kind = kind if tokens is not None else "prompts"
         raise HeldOutError(
             f"{len(documents)} held-out documents give {len(prompts)} different {kind} for {part}, "
+            f"which has {'two thirds' if part == 'bench' else 'a third'} of them, "
             f"expected {count}; {_more(prefix, left_out, remedy)}, or lower "
             f"decode.{'prompts' if part == 'bench' else 'validation_prompts'}."
         )

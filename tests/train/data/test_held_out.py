@@ -170,7 +170,7 @@ def test_prompts_that_are_too_long_are_counted(made: Recipe, context: int, remed
         recipe_prompts(made, tokenizer, LONG, "validation", context)
     assert one_line(error.value) == (
         "90 held-out documents give 0 different prompts of at most 64 tokens for validation, "
-        f"expected 8; {more}, or lower decode.validation_prompts."
+        f"which has a third of them, expected 8; {more}, or lower decode.validation_prompts."
     )
     assert available_prompts(made, tokenizer, LONG, context) == (
         {"validation": 0, "bench": 0},
