@@ -3,7 +3,9 @@
 Nothing heavy is imported here, so that a mistyped recipe is answered at once.
 """
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 if __name__ != "headstart.train":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.train import …` instead.")
@@ -59,6 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_processes()
             raise
         if is_process_0():
-            print(f"The {made} in {folder}", file=sys.stderr)
+            lines = [f"The {made} in {folder}"]
+            if not options.until:
+                lines += _next_steps(folder, options.smoke)
+            print(*lines, sep="\n", file=sys.stderr)
         end_processes()
     return 0
+
+
+def _next_steps(folder: Path, smoke: bool) -> list[str]:
+    """Where the report of a drafter in a folder is, and what to do with the drafter."""
+    lines = [f"The report is {report}"] if (report := folder / "report.html").is_file() else []
+    if smoke:
+        return [*lines, "All stages work; without --smoke the drafter is trained on your model"]
+    held_out = folder.parent / "corpus" / "held_out.jsonl"
+    prompts = shlex.quote(str(held_out)) if held_out.is_file() else "PROMPTS.jsonl"
+    plan = f"headstart plan --drafter {shlex.quote(str(folder))} --prompts {prompts}"
+    return [*lines, "", "To try next:", f"  {plan}"]

@@ -383,6 +383,8 @@ def test_the_module_is_the_same_job(tiny: Path, tmp_path: Path) -> None:
     assert all(f"{name}" in done.stderr for name in ("target", "distill", "heads"))
     folder = tmp_path / "runs" / "tiny" / "heads"
     assert read_manifest(folder).recipe["drafter"]["options"] == {"heads": 1}
+    plan = f"--drafter {folder} --prompts {folder.parent / 'corpus' / 'held_out.jsonl'}"
+    assert done.stderr.endswith(f"To try next:\n  headstart plan {plan}\n"), done.stderr
     before = ids(folder.parent)
     assert main([str(tiny), "drafter.heads=1"]) == 0 and ids(folder.parent) == before
 

@@ -130,8 +130,13 @@ def test_a_recipe_of_many_rounds_stays_small(tmp_path: Path) -> None:
     assert (small.rounds, small.shards, small.round_steps) == (5, 5, None)
 
 
-def test_a_scratch_target_is_trained_too(tmp_path: Path) -> None:
+def test_a_scratch_target_is_trained_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = run("quickstart", tmp_path)
+    said = capsys.readouterr().err
+    assert said.endswith("without --smoke the drafter is trained on your model\n"), said
+    assert f"\nThe report is {root / 'heads' / 'report.html'}\n" in said
     check("quickstart", root)
     assert not (root / "inputs" / "target").exists()
     assert (root / "target" / "model.safetensors").is_file()
