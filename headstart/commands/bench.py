@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.comparison import print_comparison
     from headstart.reports.folders import check_folder
     from headstart.reports.measured import print_report
+    from headstart.reports.tables import plain_console, print_apart
 
     if options.file and options.matrix and options.file != options.matrix:
         raise UsageError(f"found two files, {options.file} and {options.matrix}; give one")
@@ -75,8 +76,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_comparison(measured.reports, sys.stdout, title, options.json, notes)
     if not options.json:
-        for line in notes:
-            print(f"\n{line}")
+        print_apart(plain_console(sys.stdout), *notes)
         if page is not None:
             print(f"\nThe report is {page}")
     if not measured.whole:

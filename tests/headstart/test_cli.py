@@ -149,6 +149,10 @@ def test_bench_compares_trees_and_rules(
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
         ("chain:1", "greedy", "2", "yes"), ("cartesian:2,2", "greedy", "7", "yes"),
     ]  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "50")
+    assert main([*command, *pairs[:4]]) == 0
+    printed = capsys.readouterr().out
+    assert "Fewer than 6 prompts" in printed and max(map(len, printed.splitlines())) <= 50
 
     door = Door()
     monkeypatch.setattr("headstart.infer.measure.matrix.measure_cell", door)
