@@ -217,10 +217,10 @@ def write_drafter(
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
     if drafter.adapter is not None:
-        size, chat = recipe.decode.prefix_tokens, recipe.distill.chat
-        given, how = (tokenizer, loaded.held_out), {"chat": chat, "settings": recipe.chat}
-        while not (texts := held_out_texts(*given, size, recipe.seed, **how)):
-            size //= 2  # the documents are shorter
+        texts = held_out_texts(
+            tokenizer, loaded.held_out, recipe.decode.prefix_tokens, recipe.seed,
+            recipe.distill.chat, recipe.chat,
+        )  # fmt: skip
         with gathered(*ends_of(target)):
             change = adapter_loss_change(target, drafter.adapter, texts)
         measured = measured | {"held_out_loss": change}

@@ -184,6 +184,8 @@ class HeldOutPrompt:
 
 Part = Literal["bench", "validation"]
 
+_TEXTS = 512  # windows that a target's loss is measured on
+
 
 def prompt_settings(recipe: Recipe, context: int | None = None) -> dict[str, Any]:
     """What the prompts of validation and benchmark are, as `held_out_prompts` takes it.
@@ -322,11 +324,19 @@ def available_prompts(
 
 def held_out_texts(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int = 0,
-    part: Part = "bench", limit: int = 512, chat: str = "auto", settings: Chat | None = None,
+    chat: str = "auto", settings: Chat | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """At most `limit` windows of `tokens` tokens, [P] int64; see `held_out_prompts`."""
-    given, _ = _by_document(tokenizer, documents, tokens, seed, "window", chat, settings)
-    return [prompt.tokens for prompt in _in_turns(_of_part(given, part))[:limit]]
+    """At most `_TEXTS` windows of `tokens` tokens, [P] int64; see `held_out_prompts`.
+
+    Where all documents are shorter, the windows have half as many tokens, and so on. They are of
+    the benchmark's documents; of the only document, where there is no other.
+    """
+    given: list[list[HeldOutPrompt]] = []
+    while not given:
+        given, _ = _by_document(tokenizer, documents, tokens, seed, "window", chat, settings)
+        tokens //= 2
+    windows = _in_turns(_of_part(given, "bench") or given)
+    return [window.tokens for window in windows[:_TEXTS]]
 
 
 def _by_document(

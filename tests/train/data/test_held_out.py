@@ -195,3 +195,12 @@ def test_texts_are_rendered_as_the_recipe_says() -> None:
     with pytest.raises(DistillError, match=r"set distill\.chat=plain"):
         held_out_texts(tokenizer, CHATS, 4)
     assert held_out_texts(tokenizer, CHATS, 4, chat="plain")
+
+
+def test_texts_of_few_and_short_documents() -> None:
+    tokenizer = train_tokenizer(DOCUMENTS, 270, 128)
+    first = DOCUMENTS[:1]
+    ids = tokenizer(first[0].text)["input_ids"]
+    assert {len(text) for text in held_out_texts(tokenizer, first, 4)} == {4}
+    (whole,) = held_out_texts(tokenizer, first, 2 * len(ids))
+    assert whole.tolist() == ids
