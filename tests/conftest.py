@@ -9,7 +9,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of workers side by side would
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
-import importlib.util
 import random
 import signal
 import sys
@@ -70,12 +69,7 @@ def disk_is_not_waited_for() -> Iterator[None]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where matplotlib is not installed: drawing takes longer than a small run's training."""
-    true = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *of: None if name == "matplotlib" else true(name, *of),
-    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
@@ -168,7 +170,9 @@ def train_drafter(folder: Path, way: int = ANSWERS, **changes: Any) -> Path:
 
     rows = [{"messages": messages} for messages in chats(240, seed=2, way=way, length=36)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return pipeline.train(parse_recipe(recipe(folder, **changes)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # as `no_pictures`
+        return pipeline.train(parse_recipe(recipe(folder, **changes)))
 
 
 def rounded(target: Any, bits: int = 3) -> Any:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ def train(path: str, overrides: list[str], fresh: bool = False) -> None:
 
 
 def train_in_child(*given: Any) -> None:
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # as `no_pictures`
     multiprocessing.set_start_method("fork", force=True)  # of its own workers, as in any run
     train(*given)
 
@@ -54,6 +56,7 @@ def forks() -> Any:
     return context
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.proof)])
 def test_a_kill_leaves_every_finished_stage_whole(tmp_path: Path, kills: int) -> None:
     recipe, root = tmp_path / "tiny.yaml", tmp_path / "runs" / "tiny"

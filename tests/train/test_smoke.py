@@ -130,6 +130,7 @@ def test_a_recipe_of_many_rounds_stays_small(tmp_path: Path) -> None:
     assert (small.rounds, small.shards, small.round_steps) == (5, 5, None)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_scratch_target_is_trained_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Adaptation from recorded requests to an artifact, or to none where it does not pay."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def record(run: Path, path: Path, count: int = 60, **how: Any) -> headstart.Reco
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter that has hardly learnt anything, and 60 requests to it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.train.drafter_stage.draw_metrics", lambda *of: False)
+        patch.setitem(sys.modules, "matplotlib", None)  # as `no_pictures`
         root = tmp_path_factory.mktemp("adapt")
         (root / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"output": str(root / "runs")}))
         few = ["train.max_steps=1", "train.eval_every=1", "train.learning_rate=1e-2"]

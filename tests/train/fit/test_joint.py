@@ -437,6 +437,7 @@ def recipe(tmp_path: Path, **sections: Any) -> Any:
     return load_recipe(tmp_path / "r.yaml", ["train.learning_rate=3e-2", "train.eval_every=null"])
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_from_recipe_to_tokens(tmp_path: Path) -> None:
     plain = TINY["distill"] | {"chat": "plain"}
     with mock.patch.object(drafter_stage, "held_out_texts", wraps=held_out_texts) as asked:
