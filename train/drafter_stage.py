@@ -31,8 +31,7 @@ from .data.prefixes import (
     prompt_settings,
     recipe_prompts,
 )
-from .data.training_rows import Rows
-from .data.writers import context_of
+from .data.training_rows import Rows, context_of
 from .estimate import training_flops
 from .figures.card import training_card
 from .figures.plot import draw_metrics
@@ -70,7 +69,7 @@ class Loaded:
 
     def prompts(self, recipe: Recipe, part: Part) -> list[HeldOutPrompt]:
         """The held-out prompts that `recipe` asks for; see `recipe_prompts`."""
-        context = context_of(self.target)
+        context = context_of(self.target.config)
         return recipe_prompts(recipe, self.tokenizer, self.held_out, part, context)
 
     def validation(self, recipe: Recipe) -> Validation:

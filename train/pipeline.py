@@ -26,13 +26,12 @@ from headstart.heads.core import load_pretrained, loaded_whole, options_in_parts
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
-from .checks.plan import context_of
 from .data.corpus import build_corpus, cut_short, load_documents
 from .data.distill import Pace, distill, write_manifest
 from .data.earlier import add_earlier
 from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings
-from .data.training_rows import Rows
+from .data.training_rows import Rows, context_of
 from .drafter_stage import (
     Loaded,
     choose,

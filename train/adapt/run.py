@@ -25,8 +25,7 @@ from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.corpus import load_documents
 from ..data.prefixes import HeldOutError, HeldOutPrompt, recipe_prompts
-from ..data.training_rows import Rows
-from ..data.writers import context_of
+from ..data.training_rows import Rows, context_of
 from ..drafter_stage import choose, evaluation_settings, sampling_of
 from ..fit.validate import decode_prompts, ratio
 from ..pipeline import Run
@@ -154,8 +153,9 @@ class _Adaptation(Run):
             recipes["earlier"] = self.earlier.recipe
         for name, held_out in documents.items():
             recipe = recipes[name]
+            context = context_of(model.config)
             try:
-                prompts = recipe_prompts(recipe, tokenizer, held_out, "bench", context_of(model))
+                prompts = recipe_prompts(recipe, tokenizer, held_out, "bench", context)
             except HeldOutError:
                 if name == "traffic":
                     raise

@@ -32,7 +32,7 @@ from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
 from ..fit.epochs import packs_rows
 from ..fit.joint import training_module
-from ..processes.memory import TRAINING, enough_memory
+from ..processes.memory import TRAINING, enough_memory, peak_memory
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
 from ..sizes import packed_tokens
@@ -43,7 +43,7 @@ from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
-from .pace import Measured, Pace, measure_steps, measure_writing, pace_of, peak_memory
+from .pace import Measured, Pace, measure_steps, measure_writing, pace_of
 from .plan import Plan, plan_run
 
 _READ = 4_000_000  # bytes of a corpus that are read
@@ -215,7 +215,7 @@ def _try_training(
     written = write_texts(target, drafter, prompts, min(recipe.distill.new_tokens, _WRITTEN))
     wrote = measure_writing(target, prompts, recipe.distill, documents)
     if not drafter.trainable:
-        step = Measured(0.0, peak_memory(target.device))
+        step = Measured(0.0, peak_memory())
         found.pace = pace_of(recipe, wrote, step, documents, each)
         return
     longest = max(written, key=lambda text: len(text.tokens) - text.prompt)

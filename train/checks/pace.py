@@ -20,7 +20,7 @@ from headstart.infer.measure.own_text import decode_texts
 from ..data.training_rows import Row, Rows
 from ..data.writers import examples_of
 from ..fit.target_with_drafter import TargetWithDrafter
-from ..processes.memory import WRITING, enough_memory
+from ..processes.memory import WRITING, enough_memory, peak_memory
 from ..recipe import Distill, Recipe
 
 _WRITTEN = 32  # tokens of a text by which the speed of writing is measured
@@ -114,7 +114,7 @@ def measure_steps(
             times.append(batches * (computed - started) + time.perf_counter() - computed)
         mean += share * min(times)
     module.eval()
-    return Measured(mean, peak_memory(device), row_s)
+    return Measured(mean, peak_memory(), row_s)
 
 
 def _keep_features(module: TargetWithDrafter, tokens: Tensor, length: int) -> tuple[Tensor, float]:
@@ -136,17 +136,6 @@ def _keep_features(module: TargetWithDrafter, tokens: Tensor, length: int) -> tu
         times.append(time.perf_counter() - started)
     numbers = torch.arange(len(texts), device=tokens.device).view(len(tokens), -1)
     return numbers, min(times) / len(texts)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes that were in use at most."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # no POSIX
-        return 0
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def pace_of(

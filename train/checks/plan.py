@@ -38,7 +38,7 @@ from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import prompt_settings
-from ..data.training_rows import check_context
+from ..data.training_rows import check_context, context_of
 from ..fit.arguments import load_options
 from ..fit.feature_files import check_feature_files
 from ..fit.on_policy import check_on_policy
@@ -70,12 +70,8 @@ class Plan:
 
     @property
     def context(self) -> int | None:
-        """The tokens that the target can hold; None where its config does not say."""
+        """See `context_of`; of the target."""
         return context_of(self.target.config)
-
-
-def context_of(config: PreTrainedConfig) -> int | None:
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def plan_run(recipe: Recipe, processes: int = 1) -> Plan:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headstart.heads.core.files import flush_to_disk, write_atomically
 from headstart.infer import Speculator
@@ -253,10 +253,14 @@ def ragged(
     ]
 
 
+def context_of(config: PreTrainedConfig) -> int | None:
+    """The tokens that a model can hold; None where its config does not say."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def check_context(spec: Distill, writer: PreTrainedModel, name: str = "target") -> None:
     """Raise DistillError where rows are longer than the context of the model that writes them."""
-    wanted = spec.row_tokens
-    context = getattr(writer.config.get_text_config(), "max_position_embeddings", None)
+    wanted, context = spec.row_tokens, context_of(writer.config)
     if context is None or wanted <= context:
         return
     if spec.max_length is not None:

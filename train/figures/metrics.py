@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +34,7 @@ from headstart.heads.core.files import append_line, flush_to_disk, write_atomica
 
 from ..fit.clock import Clock
 from ..processes.agreement import sum_over_processes
+from ..processes.memory import peak_memory
 
 LEFT_OUT = ("tree", "tree_shares", "tau_by_source", "tau_by_prompt", "rounds", "samples")
 """What a validation measures and a line does not tell: it is in the artifact's manifest or
@@ -122,7 +121,7 @@ class Metrics(TrainerCallback):
 
         All processes call it, since losses are summed over them.
         """
-        found: dict[str, Any] = {"memory_bytes": memory()}
+        found: dict[str, Any] = {"memory_bytes": peak_memory()}
         self.listed = self._by_depth() if self.steps else {}
         found |= self.listed
         if self.active:
@@ -216,14 +215,6 @@ def read_lines(path: Path, step: int) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
     return [line for line in whole if json.loads(line)["step"] <= step]
-
-
-def memory() -> int:
-    """The most bytes that this process has used, of its GPU if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

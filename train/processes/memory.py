@@ -1,7 +1,8 @@
-"""What to do where a device has no memory left, in one line."""
+"""The memory that a process has used, and what to do where a device has none left."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,18 @@ TRAINING = (
     "train.activation_checkpointing=true"
 )
 WRITING = "lower distill.batch_size"
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has used, of its GPU if there is one; 0 if not known."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # no POSIX
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager

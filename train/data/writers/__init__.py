@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...recipe import Chat, Distill
 from ..documents import Document
 from ..prefixes import DistillError, chat_renderer, make_prefixes
-from ..training_rows import check_context
+from ..training_rows import check_context, context_of
 from .counting import LOOKED_AT, look
 from .drafting import Drafting
 from .given import GivenWriter
@@ -39,7 +39,7 @@ def make_writer(
         raise DistillError("there is no training document; give corpus.source more text.")
     length = spec.row_tokens
     if spec.writer == "given":
-        length = spec.max_length or context_of(_loaded(target))
+        length = spec.max_length or context_of(_loaded(target).config)
     if spec.writer != "own" or spec.prefix == "prompt":
         first = [documents[at] for at in range(min(len(documents), LOOKED_AT))]
         for line in look(spec, tokenizer, first, chat, length).left_out(spec):
@@ -98,8 +98,3 @@ def _examples(spec: Distill, found: int) -> int:
 
 def _loaded(target: PreTrainedModel | Callable[[], PreTrainedModel]) -> PreTrainedModel:
     return target if isinstance(target, PreTrainedModel) else target()
-
-
-def context_of(model: PreTrainedModel) -> int | None:
-    """Positions of a model; None where its config names none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
