@@ -1,7 +1,7 @@
 """The reference pages in Markdown: every key of a recipe and every command.
 
-They are made from the dataclasses of `train/recipe/schema.py`, from the config classes of the
-drafters, and from the parser of the command line, so they cannot differ from them.
+They are made from the dataclasses of `train/recipe/schema.py` and `text.py`, from the config
+classes of the drafters, and from the parser of the command line, so they cannot differ from them.
 """
 
 import argparse

@@ -3,8 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from headstart.train.recipe import load_recipe
-from headstart.train.recipe.schema import OpenAI
+from headstart.train.recipe import OpenAI, load_recipe
 from headstart.train.stages.fingerprints import NOT_DECIDING, deciding
 
 
