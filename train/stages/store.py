@@ -115,47 +115,33 @@ class StageStore:
             layout: settings that do not decide the result, but how unfinished files of a resumable
                 stage are divided; begun with others, they do not serve.
         """
-        with _writing(name, self.root):
-            return self._run(name, settings, work, reads, resumable, shared, layout or {})
-
-    def _run(
-        self, name: str, settings: Mapping[str, Any],
-        work: Callable[[Path], dict[str, Any] | None], reads: Sequence[Stage], resumable: bool,
-        shared: bool, layout: Mapping[str, Any],
-    ) -> Stage:  # fmt: skip
         ids = {stage.name: stage.id for stage in reads}
         parts = json.dumps([dict(settings), ids], sort_keys=True, allow_nan=False)
         fingerprint = hashlib.sha256(parts.encode()).hexdigest()
-        folder, stage = on_process_0(
-            lambda: self._find_or_begin(name, fingerprint, reads, resumable, shared, layout)
-        )
-        if stage is None:
-            started = time.perf_counter()
-            info = (work(folder) if resumable else on_process_0(lambda: work(folder))) or {}
-            seconds = round(time.perf_counter() - started, 3)
-            wait_for_all()
-            stage = Stage(name, folder, os.urandom(16).hex(), seconds, info, reused=False)
-            if is_process_0():
-                for left in folder.rglob(".*.tmp"):  # what a process that was killed had begun
-                    left.unlink()
-                record = {
-                    "name": name, "id": stage.id, "fingerprint": fingerprint,
-                    "settings": dict(settings), "reads": ids, "seconds": seconds, "info": info,
-                    "finished": time.strftime("%F %T"), "versions": library_versions(),
-                    "files": _checksums(folder),
-                }  # fmt: skip
-                text = json.dumps(record, indent=2, allow_nan=False)
-                flush_folder(folder)  # the record says that its files are whole
-                write_atomically(folder / RECORD, text.encode())
-        done = stage
-        self.finished[name] = on_process_0(lambda: self._make_current(done))
+        begun = {"fingerprint": fingerprint, "layout": dict(layout or {})}
+        with _writing(name, self.root):
+            folder, found = on_process_0(
+                lambda: self._find_or_begin(name, begun, reads, resumable, shared)
+            )
+            if found is None:
+                started = time.perf_counter()
+                info = (work(folder) if resumable else on_process_0(lambda: work(folder))) or {}
+                seconds = round(time.perf_counter() - started, 3)
+                wait_for_all()
+                stage = Stage(name, folder, os.urandom(16).hex(), seconds, info, reused=False)
+                if is_process_0():
+                    _finish(stage, fingerprint=fingerprint, settings=dict(settings), reads=ids)
+            else:
+                stage = found
+            self.finished[name] = on_process_0(lambda: self._make_current(stage))
         return self.finished[name]
 
     def _find_or_begin(
-        self, name: str, fingerprint: str, reads: Sequence[Stage], resumable: bool, shared: bool,
-        layout: Mapping[str, Any],
+        self, name: str, begun: dict[str, Any], reads: Sequence[Stage], resumable: bool,
+        shared: bool,
     ) -> tuple[Path, Stage | None]:  # fmt: skip
         """The folder of a stage and, if it is finished, the stage; else the folder is prepared."""
+        fingerprint = begun["fingerprint"]
         self._lock(self.root)
         root = self._root(name, fingerprint, reads) if shared else self.root
         anew = self.fresh and root == self.root
@@ -164,7 +150,6 @@ class StageStore:
                 print(f"{name}: finished before, and reused", file=sys.stderr)
                 return folder.path, stage
         self._lock(root)
-        begun = {"fingerprint": fingerprint, "layout": dict(layout)}
         for number in itertools.count(1):
             path = root / folder_name(name, fingerprint, number)
             folder = StageFolder(path)
@@ -222,6 +207,19 @@ def _writing(name: str, root: Path) -> Iterator[None]:
             f"stage {name} cannot be written in {root} ({reason[:160]}); make room there, or "
             "choose another folder (output=…). What is finished stays, and the same command goes on"
         ) from error
+
+
+def _finish(stage: Stage, **decided_by: Any) -> None:
+    """Write the record of a stage whose work is done."""
+    for left in stage.folder.rglob(".*.tmp"):  # what a process that was killed had begun
+        left.unlink()
+    record = {
+        "name": stage.name, "id": stage.id, **decided_by, "seconds": stage.seconds,
+        "info": stage.info, "finished": time.strftime("%F %T"), "versions": library_versions(),
+        "files": _checksums(stage.folder),
+    }  # fmt: skip
+    flush_folder(stage.folder)  # the record says that its files are whole
+    write_atomically(stage.folder / RECORD, json.dumps(record, indent=2, allow_nan=False).encode())
 
 
 def _finished(folder: StageFolder) -> Stage | None:
