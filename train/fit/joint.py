@@ -79,35 +79,23 @@ class JointTarget(TargetWithDrafter):
             logger.warning("%s", left_out)
         self.adapter.attach(target)
 
-    def forward(
-        self,
-        rows: Tensor | None,
-        tokens: Tensor,
-        supervised: Tensor,
-        counts: Tensor | None = None,
-        segments: Tensor | None = None,
-        positions: Tensor | None = None,
-        weight: float | None = None,
-    ) -> dict[str, Tensor]:
-        """See `TargetWithDrafter.forward`.
+    def whole_loss(self, captured: Tensor, *batch: Any, weight: float | None = None) -> Tensor:
+        """See `TargetWithDrafter.whole_loss`; the features are those of the base.
 
         The drafter's loss has `weight` beside the target's own. When that is None the drafter
         learns alone, from the features of the base.
         """
-        base = self.read(rows, tokens, segments, positions)  # [B, T, C]
-        counts = self.counts(tokens, supervised, segments) if counts is None else counts
-        batch = tokens, supervised, counts, segments, positions
         if weight is None:
-            loss = self.draft_loss(base, base, *batch)
+            loss = self.draft_loss(captured, captured, *batch)
             if in_parallel() and not in_shards(self):  # which wait for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
-            return {"loss": loss, "by_depth": self.loss.by_depth, "hits": self.loss.hits}
+            return loss
+        tokens, supervised, counts, segments, positions = batch
         adapted = self.run_target(tokens, positions)
-        loss = weight * self.draft_loss(adapted, base, *batch)
+        loss = weight * self.draft_loss(adapted, captured, *batch)
         where, final = target_positions(supervised, segments), self.final
-        both = base[..., final][where], adapted[..., final][where]
-        loss = loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])
-        return {"loss": loss, "by_depth": self.loss.by_depth, "hits": self.loss.hits}
+        both = captured[..., final][where], adapted[..., final][where]
+        return loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])
 
     def checkpoint_activations(self) -> None:
         """Of the target's layers, through which the adapter's gradients flow."""

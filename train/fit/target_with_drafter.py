@@ -119,6 +119,7 @@ class TargetWithDrafter(nn.Module):
         counts: Tensor | None = None,
         segments: Tensor | None = None,
         positions: Tensor | None = None,
+        **options: Any,
     ) -> dict[str, Tensor]:
         """`loss`, `by_depth` and `hits` of a batch, see `DraftLoss`.
 
@@ -129,22 +130,27 @@ class TargetWithDrafter(nn.Module):
             counts: see `counts`, of the whole optimizer step; of this batch when None.
             segments, positions: [B, T] where rows hold several documents: the number of each
                 token's document, -1 for padding, and its place in that document, from 0.
+            options: of the stage of the training, see `stages`.
         """
         captured = self.read(rows, tokens, segments, positions)
+        counts = self.counts(tokens, supervised, segments) if counts is None else counts
         batch = tokens, supervised, counts, segments, positions
-        loss = self.draft_loss(captured, captured, *batch)
+        loss = self.whole_loss(captured, *batch, **options)
         return {"loss": loss, "by_depth": self.loss.by_depth, "hits": self.loss.hits}
+
+    def whole_loss(self, captured: Tensor, *batch: Any) -> Tensor:
+        """What `forward` minimises, of the target's features [B, T, C] and the rest of a batch."""
+        return self.draft_loss(captured, captured, *batch)
 
     def draft_loss(
         self, captured: Tensor, teaching: Tensor, tokens: Tensor, supervised: Tensor,
-        counts: Tensor | None, segments: Tensor | None = None, positions: Tensor | None = None,
+        counts: Tensor, segments: Tensor | None, positions: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The loss of a drafter that reads `captured`, with a teacher that reads `teaching`.
 
         Both are what `run_target` returns, [B, T, C].
         """
         labels = self.labels(tokens, supervised, segments)
-        counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
         read = captured[..., : self.width]
         return self.loss(read, tokens, labels, counts, final, positions)
