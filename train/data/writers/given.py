@@ -14,12 +14,12 @@ from ..documents import Document, each_in_time
 from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer, Rendered, Turn, begins
 from ..tokenising import Text
-from .units import Counts, Tick, Written, order_of, written
+from .units import Counts, Tick, Writer, Written, order_of, written
 
 _AT_ONCE = 1 << 20  # characters that are rendered and tokenised at once, more or less
 
 
-class GivenWriter:
+class GivenWriter(Writer):
     """Existing answers as training rows, see `given_rows`.
 
     Args:
@@ -39,12 +39,6 @@ class GivenWriter:
         self.renderer, self.documents = renderer, documents
         self.spec, self.length, self.skipped = spec, length, 0
         self.units, self._order = examples, order_of(len(documents), seed)
-
-    def choose(self) -> None:
-        """There is nothing to choose."""
-
-    def done(self, numbers: range) -> None:
-        """Nothing was kept for them."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         documents = (self.documents[self._order[number]] for number in numbers)

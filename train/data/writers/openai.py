@@ -22,10 +22,10 @@ from ..rendering import ChatRenderer
 from ..tool_calls import with_objects
 from .client import Client, RefusedError
 from .replay import Asked, Order, Replay
-from .units import Counts, Tick, Written, written
+from .units import Counts, Tick, Writer, Written, written
 
 
-class ServerWriter:
+class ServerWriter(Writer):
     """Answers the chats of documents through a server.
 
     Rows are the ids that the server wrote, where it returns them, after the prompt as it is

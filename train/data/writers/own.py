@@ -22,12 +22,12 @@ from ..rendering import ChatRenderer, Rendered
 from ..training_rows import write_rows
 from .drafting import Drafting
 from .replay import Order, Replay
-from .units import Counts, Tick, Written, written
+from .units import Counts, Tick, Writer, Written, written
 
 logger = logging.getLogger(__name__)
 
 
-class PrefixWriter:
+class PrefixWriter(Writer):
     """Continues prefixes that are drawn once for all rows, so that row i is always the same."""
 
     def __init__(
@@ -53,9 +53,6 @@ class PrefixWriter:
         some = self._drawn[: self.spec.batch_size]
         self.drafting.choose([self.prefixes[number] for number in some])
 
-    def done(self, numbers: range) -> None:
-        """Nothing was kept for them."""
-
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         for first in range(numbers.start, numbers.stop, self.spec.batch_size):
             some = slice(first, min(first + self.spec.batch_size, numbers.stop))
@@ -71,7 +68,7 @@ class PrefixWriter:
                 yield self.drafting.checked(one, [seed] * len(one.rows))
 
 
-class ReplayWriter:
+class ReplayWriter(Writer):
     """Answers the chats of documents, turn by turn, see `Replay`; texts are prompts of one turn.
 
     Args:
@@ -110,9 +107,6 @@ class ReplayWriter:
         prompts = [torch.tensor(each.tokens) for each in asked if each is not None]
         if prompts:
             self.drafting.choose(prompts)
-
-    def done(self, numbers: range) -> None:
-        """Nothing was kept for them."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         replays = {number: self._replay(number) for number in numbers}
