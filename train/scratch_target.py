@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,23 +83,29 @@ def train_tokenizer(
     documents: Sequence[Document], vocab_size: int, context: int
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE (as GPT-2's) with one special token, the end of text, which also pads."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    texts = (document.text for document in documents)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=byte_level_bpe(texts, vocab_size, [END_OF_TEXT]),
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
+
+
+def byte_level_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
+    """A byte-level BPE of texts; its first ids are those of the special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from headstart.heads.core import causal_class, loaded_whole
@@ -30,6 +29,7 @@ from .estimate import model_config
 from .fit.arguments import training_arguments
 from .processes.agreement import on_process_0
 from .recipe import Corpus, Distill, DrafterSpec, Recipe, Scratch, TargetSpec, Train
+from .scratch_target import byte_level_bpe
 
 LAYERS = 4
 """Decoder layers of the tiny target; feature layers are spread over them as over the real one's."""
@@ -236,18 +236,9 @@ def tiny_tokenizer(model_type: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE of the built-in chats, with the chat template of a kind of model."""
     style = _STYLES.get(model_type, _STYLES[""])
     special = [token for token in (style.start, style.end, *style.others) if token]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(special) + 256 + 60,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((turn["content"] for chat in chats() for turn in chat), trainer)
+    texts = (turn["content"] for chat in chats() for turn in chat)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=byte_level_bpe(texts, len(special) + 256 + 60, special),
         bos_token=style.start,
         eos_token=style.end,
         pad_token=style.end,
