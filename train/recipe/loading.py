@@ -161,11 +161,17 @@ def parse_section(cls: type, data: Any, path: str = "", whole: str = "a recipe")
 
 
 def _describe(hint: Any) -> str:
-    """A type in words: `a number or null`."""
+    """A type in words: `a number or null`, `a list of strings`."""
     if isinstance(hint, types.UnionType):
         return " or ".join(_describe(member) for member in typing.get_args(hint))
     names: dict[Any, str] = {
         int: "an integer", float: "a number", str: "a string", types.NoneType: "null",
         bool: "true or false",
     }  # fmt: skip
-    return names.get(hint, "a list" if typing.get_origin(hint) is list else "a mapping")
+    if hint in names:
+        return names[hint]
+    said = "a list of" if typing.get_origin(hint) is list else "a mapping to"
+    member = next(reversed(typing.get_args(hint)), Any)
+    if member is Any:
+        return said.rpartition(" ")[0]
+    return f"{said} {'strings' if member is str else 'mappings'}"
