@@ -21,7 +21,7 @@ from headstart.heads.core import capture
 from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import measure_ranks, replay
-from headstart.train.data.prefixes import held_out_prompts, held_out_texts
+from headstart.train.data.held_out import held_out_prompts, held_out_texts
 from headstart.train.data.reading import read_documents
 from headstart.train.fit.joint import text_loss
 

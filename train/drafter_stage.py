@@ -24,13 +24,7 @@ from headstart.heads.core.files import write_atomically
 from headstart.infer import RULES, StaticTree
 
 from .data.documents import Document
-from .data.prefixes import (
-    HeldOutPrompt,
-    Part,
-    held_out_texts,
-    prompt_settings,
-    recipe_prompts,
-)
+from .data.held_out import HeldOutPrompt, Part, held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows, context_of
 from .estimate import training_flops
 from .figures.card import training_card

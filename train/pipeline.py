@@ -30,7 +30,7 @@ from .data.corpus import build_corpus, cut_short, load_documents
 from .data.distill import Pace, distill, write_manifest
 from .data.earlier import add_earlier
 from .data.fingerprints import source_fingerprint
-from .data.prefixes import Part, prompt_settings
+from .data.held_out import Part, prompt_settings
 from .data.training_rows import Rows, context_of
 from .drafter_stage import (
     Loaded,

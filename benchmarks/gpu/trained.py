@@ -17,7 +17,7 @@ from headstart.heads.artifacts.source import DrafterSource
 from headstart.infer import StaticTree
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.prefixes import held_out_prompts
+from headstart.train.data.held_out import held_out_prompts
 from headstart.train.recipe import DrafterSpec, Recipe, load_recipe
 from headstart.train.stages.store import RECORD
 

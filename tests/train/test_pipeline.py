@@ -24,7 +24,7 @@ from headstart.heads.retrieval import Retrieval
 from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.prefixes import held_out_prompts
+from headstart.train.data.held_out import held_out_prompts
 from headstart.train.fit.clock import Clock
 from headstart.train.fit.trainer import DrafterTrainer
 from headstart.train.fit.validate import measure_tau

@@ -14,7 +14,8 @@ import headstart
 from headstart.infer import Speculator, Stats
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.prefixes import held_out_prompts, make_prefixes
+from headstart.train.data.held_out import held_out_prompts
+from headstart.train.data.prefixes import make_prefixes
 from headstart.train.recipe import Recipe, RecipeError, load_recipe
 from tests.support.paths import ROOT, SHARED
 

@@ -21,7 +21,7 @@ from headstart.heads.parts.student import KEPT
 from headstart.infer.rules.registry import choose_rule
 
 from ..data.corpus import build_corpus, load_documents
-from ..data.prefixes import available_prompts, prompt_settings
+from ..data.held_out import available_prompts, prompt_settings
 from ..data.training_rows import context_of
 from ..fit.warm_start import going_on
 from ..recipe import Recipe, family_keys, keys_of, parse_recipe, recipe_of

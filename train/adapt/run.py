@@ -24,7 +24,7 @@ from headstart.infer.measure.noise import paired_gain
 from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.corpus import load_documents
-from ..data.prefixes import HeldOutError, HeldOutPrompt, recipe_prompts
+from ..data.held_out import HeldOutError, HeldOutPrompt, recipe_prompts
 from ..data.training_rows import Rows, context_of
 from ..drafter_stage import choose, evaluation_settings, sampling_of
 from ..fit.validate import decode_prompts, ratio

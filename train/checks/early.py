@@ -14,8 +14,9 @@ from headstart.heads.core import finish_of_sharded, load_pretrained
 
 from ..data.corpus import build_corpus, load_documents
 from ..data.earlier import earlier_rows
+from ..data.held_out import Part, recipe_prompts
 from ..data.hub import commit_of, hub_source
-from ..data.prefixes import Part, make_prefixes, recipe_prompts
+from ..data.prefixes import make_prefixes
 from ..data.reading import source_bytes
 from ..data.writers.counting import LOOKED_AT, look
 from ..data.writers.drafting import drafter_source

@@ -19,14 +19,11 @@ from headstart.heads import family
 from headstart.heads.core import load_pretrained
 from headstart.infer.measure.own_text import write_texts
 
-from ..data.corpus import build_corpus, load_documents
+from ..data.corpus import build_corpus, cut_short, load_documents
 from ..data.documents import Document
-from ..data.prefixes import (
-    available_prompts,
-    encode,
-    prompt_settings,
-)
-from ..data.writers import examples_of, make_writer
+from ..data.held_out import available_prompts, prompt_settings
+from ..data.prefixes import encode
+from ..data.writers import examples_of, make_writer, taken
 from ..data.writers.counting import LOOKED_AT, per_document
 from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
@@ -39,7 +36,6 @@ from ..sizes import packed_tokens
 from .alignment import features_fit, labels_fit
 from .early import corpus_bytes
 from .findings import Finding
-from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
@@ -98,7 +94,7 @@ def inspect_run(recipe: Recipe, told: Told = lambda said: None) -> Inspection:
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts, plan.context))
-    found.findings += corpus_ends(recipe, corpus_bytes(recipe), part, read)
+    found.findings += _noted("corpus", _corpus_ends(recipe, part, read))
     ids = _ids(recipe, tokenizer, documents["train"])
     some = sorted(ids, key=len, reverse=True)[:8]
     texts = [torch.tensor(row[: recipe.distill.row_tokens], dtype=torch.int64) for row in some]
@@ -110,7 +106,8 @@ def inspect_run(recipe: Recipe, told: Told = lambda said: None) -> Inspection:
     )
     if not plan.drafter.learns():
         return found
-    found.findings += examples_taken(recipe, found.counts["training documents"])
+    said = taken(recipe.distill, found.counts["training documents"])
+    found.findings += _noted("examples", said)
     told("making a few rows")
     found.rows = training_rows(recipe, target, tokenizer, documents["train"])
     found.findings += [
@@ -160,6 +157,26 @@ def _prompts(
         said.append(f"{about}{round(count * grows)} for {part}, {wanted[part]} wanted")
     fine = all(count * grows >= wanted[part] for part, count in given.items())
     return Finding("held-out prompts", fine, "; ".join([*said, *([] if fine else [remedy])]))
+
+
+def _corpus_ends(recipe: Recipe, part: int, counts: dict[str, Any]) -> str:
+    """Says that `corpus.max_bytes` leaves documents out, or may do so; empty otherwise.
+
+    Args:
+        part: bytes of text that were read at most.
+        counts: what `build_corpus` counted in them.
+    """
+    bound, size = recipe.corpus.max_bytes, corpus_bytes(recipe)
+    if part == bound:
+        return cut_short(recipe.corpus, counts)
+    # What was read ends earlier, and a document's text is shorter than its row.
+    if size is None or size <= bound:
+        return ""
+    return f"corpus.max_bytes {bound:,} may end the corpus, of {size:,} bytes"
+
+
+def _noted(name: str, said: str) -> list[Finding]:
+    return [Finding(name, None, said)] if said else []
 
 
 def _ids(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Any]:

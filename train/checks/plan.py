@@ -37,7 +37,7 @@ from headstart.heads.families import with_article
 from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
 
-from ..data.prefixes import prompt_settings
+from ..data.held_out import prompt_settings
 from ..data.training_rows import check_context, context_of
 from ..fit.arguments import load_options
 from ..fit.feature_files import check_feature_files

@@ -11,8 +11,8 @@ from headstart.heads.artifacts.training_table import training_table
 from headstart.heads.families import with_article
 from headstart.infer import StaticTree
 
+from ..data.held_out import prompt_settings
 from ..data.hub import hub_source
-from ..data.prefixes import prompt_settings
 from ..recipe import Recipe
 
 

@@ -27,7 +27,7 @@ from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares,
 from headstart.infer.rules.registry import GREEDY, find_rule
 from headstart.infer.trees.texts import sparse_nodes
 
-from ..data.prefixes import HeldOutPrompt
+from ..data.held_out import HeldOutPrompt
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]

@@ -11,8 +11,9 @@ from headstart.train.data.corpus import build_corpus, load_documents
 from headstart.train.data.distill import Pace, distill, write_manifest
 from headstart.train.data.documents import CorpusError, Document
 from headstart.train.data.earlier import add_earlier
+from headstart.train.data.held_out import held_out_prompts
 from headstart.train.data.parsing import parse_row
-from headstart.train.data.prefixes import DistillError, held_out_prompts
+from headstart.train.data.prefixes import DistillError
 from headstart.train.data.reading import read_documents
 from headstart.train.data.rendering import ChatRenderer
 from headstart.train.data.training_rows import Rows

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from headstart.train.data.documents import Document
-from headstart.train.data.prefixes import (
-    DistillError,
+from headstart.train.data.held_out import (
     HeldOutError,
     HeldOutPrompt,
     available_prompts,
     held_out_prompts,
     held_out_texts,
-    make_prefixes,
     prompt_settings,
     recipe_prompts,
 )
+from headstart.train.data.prefixes import DistillError, make_prefixes
 from headstart.train.recipe import Distill, Recipe, load_recipe, parse_recipe
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.chats import CHATML, chat_tokenizer

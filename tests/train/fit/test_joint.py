@@ -23,7 +23,7 @@ from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.infer import StaticTree, parse_static
 from headstart.train import drafter_stage, pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.prefixes import held_out_prompts, held_out_texts
+from headstart.train.data.held_out import held_out_prompts, held_out_texts
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit.clock import Clock
 from headstart.train.fit.joint import (

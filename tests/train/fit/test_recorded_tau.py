@@ -12,7 +12,7 @@ from headstart.heads.artifacts.manifest import read_manifest
 from headstart.infer import parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.prefixes import held_out_prompts, prompt_settings
+from headstart.train.data.held_out import held_out_prompts, prompt_settings
 from headstart.train.fit.validate import measure_tau
 from headstart.train.recipe import parse_recipe
 from tests.support.paths import SHARED

@@ -13,7 +13,7 @@ from headstart.heads.suffix import Suffix, SuffixConfig
 from headstart.infer import Speculator, StaticTree, parse_static
 from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
-from headstart.train.data.prefixes import HeldOutPrompt
+from headstart.train.data.held_out import HeldOutPrompt
 from headstart.train.data.training_rows import write_rows
 from headstart.train.fit import validate
 from headstart.train.fit.validate import (
