@@ -133,7 +133,8 @@ def test_the_share_of_steps_is_lambda() -> None:
     due = [text.is_due(step) for step in range(2000)]
     assert abs(sum(due) / 2000 - 0.3) < 4 * (0.3 * 0.7 / 2000) ** 0.5
     assert due == [text.is_due(step) for step in range(2000)]
-    assert all(text_of(student(), OnPolicy(lmbda=1.0)).is_due(step) for step in range(100))
+    always = text_of(student(), OnPolicy(lmbda=1.0))
+    assert all(always.is_due(step) for step in range(100))
 
 
 @pytest.mark.parametrize("count", [64, 11, 9], ids=["whole", "of three rows", "of one row"])
