@@ -16,13 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import Drafter, OptionError, family, fingerprint
+from headstart.heads import Drafter, OptionError, family
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import folder_or_repository
 from headstart.heads.artifacts.manifest import sha256
-from headstart.heads.core import load_pretrained, loaded_whole, options_in_parts
+from headstart.heads.core import loaded_whole
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
@@ -40,7 +39,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .fit.arguments import load_options, training_arguments
+from .fit.arguments import training_arguments
 from .fit.feature_files import FeatureFolder
 from .processes.agreement import (
     from_process_0,
@@ -49,16 +48,9 @@ from .processes.agreement import (
     on_process_0,
     wait_for_all,
 )
-from .processes.engine import join_deepspeed, loaded_as, weights_are_sharded
-from .processes.launched import (
-    check_engine,
-    check_same,
-    check_same_target,
-    check_shared,
-    several_nodes,
-)
+from .processes.engine import join_deepspeed, weights_are_sharded
+from .processes.launched import check_engine, check_same, check_shared
 from .processes.lifetime import watch_processes
-from .processes.tensor_parallel import WORDS
 from .recipe import Distill, Recipe
 from .rounds import write_in_rounds
 from .scratch_target import train_target
@@ -71,6 +63,7 @@ from .stages.kept import (
     schedule,
 )
 from .stages.store import Stage, StageStore
+from .target_stage import RunTarget
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +123,7 @@ class Run:
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
         self.hashes = FileHashes(recipe.folder / "hashes.json")
-        self._loaded: tuple[PreTrainedModel, Any] | None = None
+        self.target = RunTarget(recipe.target, self.args)
         self._drafter: Drafter | None = None  # as this process has trained it
 
     def __enter__(self) -> Self:
@@ -157,9 +150,9 @@ class Run:
         corpus = self._corpus(quiet=counted)
         target = self._target(corpus)
         if not counted:
-            config = load_pretrained(AutoConfig, self._target_name(target), **self._revision())
-            given = self.recipe, self._tokenizer(target), corpus.folder, self.parts
-            on_process_0(lambda: check_prompts(*given, learns, context_of(config)))
+            context = context_of(self.target.config(target))
+            given = self.recipe, self.target.tokenizer(target), corpus.folder, self.parts
+            on_process_0(lambda: check_prompts(*given, learns, context))
         return corpus, target
 
     def _check(self) -> bool:
@@ -223,7 +216,7 @@ class Run:
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
         spec, seed, chat = self.recipe.distill, self.recipe.seed, self.recipe.chat
-        name, settings = self._target_name(target), self._settings("distill", "chat")
+        name, settings = self.target.name(target), self._settings("distill", "chat")
         if spec.earlier is not None:
             settings["earlier"] = self._earlier(Path(spec.earlier)), spec.earlier_share
 
@@ -235,7 +228,7 @@ class Run:
                     "the recipe first with another launch file, up to the distill stage "
                     "(--until distill)."
                 )
-            tokenizer = self._tokenizer(target)
+            tokenizer = self.target.tokenizer(target)
             texts = load_documents(corpus.folder, "train")
             together = self.together and spec.writer == "own"
             share = (0, 1) if together else (self.args.process_index, self.args.world_size)
@@ -247,7 +240,7 @@ class Run:
                 with TemporaryDirectory(prefix="headstart-") as copy:
                     own = Path(copy) if together and not is_process_0() else folder
                     return distill(
-                        spec, lambda: self._load(target)[0], tokenizer, texts, own, seed, *share,
+                        spec, lambda: self.target.load(target), tokenizer, texts, own, seed, *share,
                         is_process_0(), chat, name, shards, choice or own,
                         from_process_0 if together else lambda value: value,
                     )  # fmt: skip
@@ -258,7 +251,7 @@ class Run:
             else:
                 pace = write(spec)
             wait_for_all()
-            model = self._loaded[0] if self._loaded else None  # a server may have written
+            model = self.target.model  # None where a server has written
             if not is_process_0():
                 return {}
             counts = write_manifest(spec, folder, tokenizer, model, name, pace, chat)
@@ -343,7 +336,7 @@ class Run:
         corpus, target = self.store.finished["corpus"], self.store.finished["target"]
 
         def work(folder: Path) -> dict[str, Any]:
-            model, tokenizer = self._load(target)
+            model, tokenizer = self.target.load(target), self.target.tokenizer(target)
             speculator = load(
                 model, artifact.folder, tokenizer=tokenizer, rule=decode.rule, compile="auto"
             )
@@ -366,34 +359,5 @@ class Run:
 
     def _judged(self, corpus: Stage, target: Stage) -> Loaded:
         documents = load_documents(corpus.folder, "held_out")
-        return Loaded(*self._load(target), self._target_name(target), documents)
-
-    def _target_name(self, target: Stage) -> str:
-        """Path or Hub name; a run's folder may have moved since a target was trained in it."""
-        return str(target.folder) if self.recipe.target.scratch else target.info["model"]
-
-    def _tokenizer(self, target: Stage) -> Any:
-        """The target's tokenizer, without its weights."""
-        return load_pretrained(AutoTokenizer, self._target_name(target), **self._revision())
-
-    def _revision(self) -> dict[str, str]:
-        revision = self.recipe.target.revision
-        return {"revision": revision} if revision else {}
-
-    def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
-        """The target on this process's device, and its tokenizer; loaded once."""
-        if self._loaded is None:
-            name, spec = self._target_name(target), self.recipe.target
-            world, kept = self.args.world_size, self._revision()
-            how = load_options(spec, self.args.device, world)
-            if spec.tp_plan is not None and world > 1:
-                how |= options_in_parts(name, spec.tp_plan, world, **WORDS, **kept)
-            with loaded_as(spec.dtype, name):
-                model = load_pretrained(AutoModelForCausalLM, name, **how)
-            placed = "device_map" in how or "distributed_config" in how
-            if not placed and not weights_are_sharded():
-                model.to(self.args.device)  # type: ignore[arg-type]
-            if several_nodes(os.environ) and not weights_are_sharded():
-                check_same_target(fingerprint(model))
-            self._loaded = model.eval(), self._tokenizer(target)
-        return self._loaded
+        given = self.target.load(target), self.target.tokenizer(target), self.target.name(target)
+        return Loaded(*given, documents)

@@ -11,7 +11,6 @@ Where `apart` is set each launcher's processes take those of others to be on ano
 pictures are drawn.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -37,6 +36,7 @@ from headstart.train.processes import lifetime
 from headstart.train.processes.lifetime import end_processes
 from headstart.train.processes.stopping import Interrupted
 from headstart.train.recipe import parse_recipe
+from headstart.train.target_stage import RunTarget
 
 FILE = Path(sys.argv[1])
 JOB: dict[str, Any] = json.loads(FILE.read_text())
@@ -125,10 +125,10 @@ def in_bf16() -> bool:
     return NOW["name"] in JOB.get("bf16", ())
 
 
-def load(run: Any, target: Any) -> Any:
+def load(target: RunTarget, stage: Any) -> Any:
     if in_bf16():
-        run.recipe = replace(run.recipe, target=replace(run.recipe.target, dtype="bfloat16"))
-    return LOAD(run, target)
+        target.spec = replace(target.spec, dtype="bfloat16")
+    return LOAD(target, stage)
 
 
 def read(self: Any, *batch: Any) -> torch.Tensor:
@@ -143,9 +143,8 @@ def relabelled(*args: Any, **how: Any) -> Any:
     return made
 
 
-FIND = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *of: None if name == "matplotlib" else FIND(name, *of)
-LOAD = pipeline.Run._load
+sys.modules["matplotlib"] = None  # type: ignore[assignment]  # as where it is not installed
+LOAD = RunTarget.load
 names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint")
 ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}
 for name in names:
@@ -154,7 +153,7 @@ VALIDATE, GENERATE, READ = Validation.__call__, Speculator.generate, TargetWithD
 Validation.__call__ = last_is_best  # type: ignore[method-assign]
 Speculator.generate = counted  # type: ignore[method-assign]
 TargetWithDrafter.read = read  # type: ignore[method-assign]
-pipeline.Run._load = load  # type: ignore[method-assign]
+RunTarget.load = load  # type: ignore[method-assign]
 arguments.multiplies_in_bf16 = in_bf16
 if JOB.get("apart"):
     lifetime._machine = lambda: os.environ["GROUP_RANK"]

@@ -82,7 +82,7 @@ class _Adaptation(Run):
 
     def _before(self, corpus: Stage, target: Stage, rows: Stage) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
-            model, tokenizer = self._load(target)
+            model, tokenizer = self.target.load(target), self.target.tokenizer(target)
             self._check_writer(model, Rows.load(rows.folder))
             drafter = load_drafter(self.source, model, tokenizer, other_target=True).float()
             tree = self.recipe.decode.tree
@@ -144,7 +144,7 @@ class _Adaptation(Run):
         Writes for each the tokens and rounds of every prompt, and its group: prompts that begin
         alike are not independent of each other.
         """
-        model, tokenizer = self._load(target)
+        model, tokenizer = self.target.load(target), self.target.tokenizer(target)
         found = {}
         documents = {"traffic": load_documents(corpus.folder, "held_out")}
         recipes = {"traffic": self.recipe}
