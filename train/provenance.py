@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,23 +111,24 @@ def _chat(
     }
 
 
-@torch.no_grad()
-def target_loss(target: PreTrainedModel, rows: Rows, count: int = _ROWS) -> dict[str, float]:
+def target_loss(target: PreTrainedModel, rows: Rows) -> dict[str, float]:
     """The target's loss on the supervised tokens of some rows, spread evenly over all.
 
     Returns:
         `nats` a token, its standard error `se` over rows, and how many `tokens` there were.
     """
-    chosen = np.unique(np.linspace(0, len(rows) - 1, count).astype(int)).tolist()
-    texts = [rows[number] for number in chosen]
-    return mean_loss(
-        target, [text["tokens"] for text in texts], [text["supervised"] for text in texts]
-    )
+    return mean_loss(target, *_some(rows, len(rows)))
 
 
-@torch.no_grad()
+def mean_loss(
+    target: PreTrainedModel, texts: list[Tensor], counted: list[Tensor]
+) -> dict[str, float]:
+    """The target's loss on texts [T] at the tokens that are `counted` [T]; see `target_loss`."""
+    return _mean(target, texts, counted, partial(F.cross_entropy, reduction="none"))
+
+
 def surprise(
-    target: PreTrainedModel, rows: Rows, most: int, temperature: float = 0.0, count: int = _ROWS
+    target: PreTrainedModel, rows: Rows, most: int, temperature: float = 0.0
 ) -> dict[str, float]:
     """By how much the first `most` rows surprise a target more than text of its own would.
 
@@ -135,36 +137,46 @@ def surprise(
     temperature; for higher ones its distribution at that temperature is taken.
 
     Returns:
-        `nats` a token, and its standard error `se` over rows.
+        See `target_loss`.
     """
-    sums = []
-    for number in np.unique(np.linspace(0, most - 1, count).astype(int)).tolist():
-        row, more, tokens = rows[number], 0.0, 0
-        for logits, wanted in _predictions(target, row["tokens"], row["supervised"]):
-            logs = (logits / max(temperature, 1.0)).log_softmax(-1)  # [n, V]
-            nats = -logs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)  # [n]
-            more += float((nats + (logs.exp() * logs).sum(-1)).sum())
-            tokens += len(wanted)
-        sums.append([more, tokens])
-    mean, se = _mean(np.array(sums))
-    return {"nats": round(mean, 4), "se": round(se, 4)}
+
+    def excess(logits: Tensor, wanted: Tensor) -> Tensor:
+        logs = (logits / max(temperature, 1.0)).log_softmax(-1)  # [n, V]
+        nats = -logs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)  # [n]
+        return nats + (logs.exp() * logs).sum(-1)
+
+    return _mean(target, *_some(rows, most), excess)
+
+
+def _some(rows: Rows, most: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Some of the first `most` rows, evenly spread: their tokens [L], and what is supervised."""
+    chosen = np.unique(np.linspace(0, most - 1, _ROWS).astype(int)).tolist()
+    texts = [rows[number] for number in chosen]
+    return [text["tokens"] for text in texts], [text["supervised"] for text in texts]
 
 
 @torch.no_grad()
-def mean_loss(
-    target: PreTrainedModel, texts: list[Tensor], counted: list[Tensor]
+def _mean(
+    target: PreTrainedModel,
+    texts: list[Tensor],
+    counted: list[Tensor],
+    nats: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[str, float]:
-    """The target's loss on texts [T] at the tokens that are `counted` [T]; see `target_loss`."""
+    """The mean over counted tokens of what `nats` says, [n], of logits [n, V] and tokens [n]."""
     sums = []
     for text, chosen in zip(texts, counted, strict=True):
-        nats, tokens = 0.0, 0
+        found, count = 0.0, 0
         for logits, wanted in _predictions(target, text, chosen):
-            nats += float(F.cross_entropy(logits, wanted, reduction="sum"))
-            tokens += len(wanted)
-        sums.append([nats, tokens])
+            found += float(nats(logits, wanted).sum())
+            count += len(wanted)
+        sums.append([found, count])
     each = np.array(sums)
-    mean, se = _mean(each)
-    return {"nats": round(mean, 4), "se": round(se, 4), "tokens": int(each[:, 1].sum())}
+    total, tokens = each.sum(0)
+    mean = total / max(tokens, 1)
+    residuals = each[:, 0] - mean * each[:, 1]
+    few = len(each) < 2
+    se = 0.0 if few else (len(each) / (len(each) - 1) * (residuals**2).sum()) ** 0.5 / tokens
+    return {"nats": round(float(mean), 4), "se": round(float(se), 4), "tokens": int(tokens)}
 
 
 def _predictions(
@@ -184,13 +196,3 @@ def _predictions(
         logits = model(input_ids=ids.unsqueeze(0), use_cache=False, **how).logits[0]
         logits = logits if len(logits) == len(part) else logits[part]
         yield logits.float(), ids[part + 1].to(logits.device)
-
-
-def _mean(each: np.ndarray) -> tuple[float, float]:
-    """The mean a token of [n, 2] sums and tokens of rows, and its standard error over rows."""
-    total, tokens = each.sum(0)
-    mean = total / max(tokens, 1)
-    residuals = each[:, 0] - mean * each[:, 1]
-    few = len(each) < 2
-    se = 0.0 if few else (len(each) / (len(each) - 1) * (residuals**2).sum()) ** 0.5 / tokens
-    return float(mean), float(se)
