@@ -81,9 +81,9 @@ def read_traffic(source: str) -> Traffic:
     return traffic
 
 
-def longest(lengths: Sequence[int], share: float = 0.95) -> int | None:
-    """A length that so many requests do not exceed; None where none was recorded."""
-    return int(np.ceil(np.quantile(lengths, share))) if lengths else None
+def longest(lengths: Sequence[int]) -> int | None:
+    """A length that 95% of the requests do not exceed; None where none was recorded."""
+    return int(np.ceil(np.quantile(lengths, 0.95))) if lengths else None
 
 
 def _add(traffic: Traffic, path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,7 @@ class Sample:
         return torch.bincount(self.tokens.cpu(), minlength=vocab_size)
 
 
-def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEPS) -> Finding:
+def learns_by_heart(module: TargetWithDrafter, text: Written) -> Finding:
     """Train the module's drafter on one text, with hard labels, until it drafts nearly all of it.
 
     The drafts are judged by the calls that decoding makes, so a drafter that was trained for other
@@ -57,9 +56,9 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
         drafter.load_state_dict(first)
         parameters = [p for p in drafter.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=_STEPS)
         module.train()
-        for _ in range(steps):
+        for _ in range(_STEPS):
             loss = module(number, tokens, supervised)["loss"]
             optimizer.zero_grad()
             loss.backward()
@@ -67,12 +66,12 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
             optimizer.step()
             schedule.step()
         module.eval()
-        best = max(best, _drafted(module, [text]))
+        best = max(best, _drafted(module, text))
         if best[0] >= _ENOUGH * best[1]:
             break
     seconds = time.perf_counter() - started
     said = (
-        f"{best[0]:.2f} of {best[1]:.2f} tokens per round on one text, after {steps} steps in "
+        f"{best[0]:.2f} of {best[1]:.2f} tokens per round on one text, after {_STEPS} steps in "
         f"{seconds:.0f} s"
     )
     fine = best[0] >= _ENOUGH * best[1]
@@ -80,20 +79,14 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
 
 
 @torch.no_grad()
-def _drafted(module: TargetWithDrafter, texts: Sequence[Written]) -> tuple[float, float]:
+def _drafted(module: TargetWithDrafter, text: Written) -> tuple[float, float]:
     """Tokens a round of a chain on its own text, and with a drafter that is always right."""
     drafter = module.drafter
-    read = [
-        Written(t.tokens, capture(module.target, drafter.config.feature_layers, t.tokens[None])[0],
-                t.prompt)
-        for t in texts
-    ]  # fmt: skip
+    features = capture(module.target, drafter.config.feature_layers, text.tokens[None])[0]
     depth = drafter.train_depths if drafter.max_depth else 4
-    ranks = measure_ranks(drafter, read, depth)
+    (ranks,) = measure_ranks(drafter, [Written(text.tokens, features, text.prompt)], depth)
+    rounds, columns = map(torch.arange, ranks.shape)
+    late = rounds.unsqueeze(1) + columns >= len(rounds)
+    right = torch.zeros_like(ranks).masked_fill(late, MISSED)
     paths = [[0] * k for k in range(1, depth + 1)]
-    possible = []
-    for each in ranks:
-        rounds, at = each.shape[0], torch.arange(each.shape[0]).unsqueeze(1)
-        late = at + torch.arange(each.shape[1]) >= rounds
-        possible.append(torch.zeros_like(each).masked_fill(late, MISSED))
-    return replay(ranks, paths).tau, replay(possible, paths).tau
+    return replay([ranks], paths).tau, replay([right], paths).tau

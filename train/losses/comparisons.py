@@ -94,7 +94,7 @@ class HardLabels:
                     yield depth, part, partial(self._compare, wanted, learns)
 
     def _compare(
-        self, wanted: Tensor, learns: bool, logits: Tensor, over: bool = False
+        self, wanted: Tensor, learns: bool, logits: Tensor, over: bool
     ) -> tuple[Tensor, Tensor | None]:
         if self.fused and (fused := fused_cross_entropy(logits.device.type)):
             with torch.set_grad_enabled(learns):
@@ -186,7 +186,7 @@ class SoftLabels:
         wanted: None,
         learns: bool,
         logits: Tensor,
-        over: bool = False,
+        over: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Of a divergence -sum p log q, plus what does not depend on q: its gradient is q - p."""
         (p, own), room, dtype = said, self.room, at_least_float32(logits)
@@ -212,7 +212,7 @@ class SoftLabels:
         wanted: Tensor | None,
         learns: bool,
         logits: Tensor,
-        over: bool = False,
+        over: bool,
     ) -> tuple[Tensor, Tensor | None]:
         divergence: Divergence = self.loss.divergence  # type: ignore[assignment]
         log_p = said[0][mine]
