@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _BYTES = 4  # of a token's text, more or less
@@ -210,7 +211,8 @@ def each_in_time(
         if not chats:
             yield from ((document, call(document)) for document in some)
             continue
-        for group in _in_groups(some):
+        # Each answer is written with all before it.
+        for group in in_groups(some, lambda d: 1 + len(d.messages or ()) ** 2, _IN_TIME):
             found: list[tuple[Document, Result | None]] = []
 
             def make(group: list[Document] = group, found: list[Any] = found) -> None:
@@ -227,16 +229,22 @@ def each_in_time(
             yield from found
 
 
-def _in_groups(chats: Iterable[Document]) -> Iterator[list[Document]]:
-    """Chats one after the other, in groups that are short together, or of one."""
-    group: list[Document] = []
-    due = 0
-    for chat in chats:
-        group.append(chat)
-        due += 1 + len(chat.messages or ()) ** 2  # each answer is written with all before it
-        if due >= _IN_TIME:
+def in_groups(
+    items: Iterable[Item], size: Callable[[Item], int], enough: int
+) -> Iterator[list[Item]]:
+    """Items one after the other, in groups that end where their sizes add up to enough.
+
+    >>> list(in_groups(["a", "bcd", "e"], len, 3))
+    [['a', 'bcd'], ['e']]
+    """
+    group: list[Item] = []
+    found = 0
+    for item in items:
+        group.append(item)
+        found += size(item)
+        if found >= enough:
             yield group
-            group, due = [], 0
+            group, found = [], 0
     if group:
         yield group
 

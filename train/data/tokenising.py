@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .documents import in_groups
 from .words import Words, are_apart
 
 _TOGETHER = 1 << 20  # characters that are tokenised at once
@@ -236,7 +237,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Iterator[np.ndarray]:
     encoder = Encoder(tokenizer)
-    return itertools.chain.from_iterable(encoder.ahead(encoder, _together(texts)))
+    together = in_groups(texts, lambda text: len(text[0]), _TOGETHER)
+    return itertools.chain.from_iterable(encoder.ahead(encoder, together))
 
 
 def _made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
@@ -249,16 +251,3 @@ def _made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterat
                 yield due.popleft().result()
         for made in due:
             yield made.result()
-
-
-def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    batch: list[Text] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text[0])
-        if size >= _TOGETHER:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...recipe import Distill
-from ..documents import Document, each_in_time
+from ..documents import Document, each_in_time, in_groups
 from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer, Rendered, Turn, begins
 from ..tokenising import Text
@@ -63,7 +63,8 @@ def given_rows(
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
         return given, iter(renderer.encoder([text for each in given for text in each.texts]))
 
-    for given, ids in renderer.encoder.ahead(tokenised, _together(renderer, documents)):
+    together = in_groups(_texts(renderer, documents), lambda each: each.size, _AT_ONCE)
+    for given, ids in renderer.encoder.ahead(tokenised, together):
         found = []
         for each in given:
             document = each.document
@@ -94,37 +95,25 @@ class _Texts:
     turns: list[Turn] | None  # of a chat; None of one that the template refuses
     texts: list[Text]
 
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(len(text) for text, _ in self.texts)
 
-def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator[list[_Texts]]:
-    """The texts of documents, of so many at a time as `_AT_ONCE` says."""
-    found, size = [], 0
-    for document, turns in _turns(renderer, documents):
+
+def _texts(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator[_Texts]:
+    """The texts of each document; an error names the document."""
+
+    def turns_of(document: Document) -> list[Turn]:
+        messages = [] if document.ids else document.messages or []
+        return renderer.turns_in_any_time(messages, document.tools)
+
+    for document, turns in each_in_time(turns_of, documents, partial(leave_out, renderer)):
         texts = renderer.turn_texts(turns or ())
         if not document.messages and document.ids is None:
             whole = [(document.whole(), True)] if document.answer is not None else []
             texts = [(document.text, True), *whole]
-        found.append(_Texts(document, turns, texts))
-        size += sum(len(text) for text, _ in texts)
-        if size >= _AT_ONCE:
-            yield found
-            found, size = [], 0
-    if found:
-        yield found
-
-
-def _turns(
-    renderer: ChatRenderer, documents: Iterable[Document]
-) -> Iterator[tuple[Document, list[Turn] | None]]:
-    """Each document and the turns of its chat, none of others; an error names the document.
-
-    The turns of a chat that is left out, since the template refuses it, are None.
-    """
-
-    def turns(document: Document) -> list[Turn]:
-        messages = [] if document.ids else document.messages or []
-        return renderer.turns_in_any_time(messages, document.tools)
-
-    return each_in_time(turns, documents, partial(leave_out, renderer))
+        yield _Texts(document, turns, texts)
 
 
 def _decoded(renderer: ChatRenderer, document: Document) -> Rendered:
