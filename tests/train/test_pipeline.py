@@ -45,9 +45,30 @@ def tiny(pictured: Path, no_pictures: None) -> Path:
 
 @pytest.fixture
 def pictured(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"output": str(tmp_path / "runs")}))
+    return write(tmp_path)
+
+
+def write(folder: Path) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"output": str(folder / "runs")}))
     return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run's folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # as `no_pictures`
+        pipeline.train(load_recipe(write(folder)))
+    return folder / "runs"
+
+
+@pytest.fixture
+def trained(tiny: Path, finished: Path) -> Path:
+    """The recipe of a run that is finished."""
+    shutil.copytree(finished, tiny.parent / "runs", symlinks=True)
+    return tiny
 
 
 def ids(folder: Path) -> dict[str, str]:
@@ -82,15 +103,14 @@ def test_every_stage_is_reused_until_something_changes(tiny: Path, tmp_path: Pat
         assert id in {record["id"] for record in records}
 
 
-def test_training_goes_on_only_when_asked(tiny: Path, tmp_path: Path) -> None:
+def test_training_goes_on_only_when_asked(trained: Path, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "tiny"
     with pytest.raises(StageError, match="no finished training of fewer than 12 steps"):
-        pipeline.train(load_recipe(tiny, ["train.extend=true"]))
-    assert not list(root.glob("corpus*"))  # before the first stage
-    pipeline.train(load_recipe(tiny))
+        pipeline.train(load_recipe(trained, ["name=new", "train.extend=true"]))
+    assert not list(root.with_name("new").glob("corpus*"))  # before the first stage
     first = ids(root)
     more = ["train.max_steps=20", "train.extend=true"]
-    pipeline.train(load_recipe(tiny, more))
+    pipeline.train(load_recipe(trained, more))
     metrics = read_manifest(root / "heads").metrics
     bounds = [(of["max_steps"], of["steps"]) for of in metrics["schedules"]]
     assert bounds == [(12, 12), (20, 20)] and metrics["steps"] == 20
@@ -103,47 +123,46 @@ def test_training_goes_on_only_when_asked(tiny: Path, tmp_path: Path) -> None:
     assert rates[12] > rates[11] > 0
     second = ids(root)
     assert {name for name in STAGES if second[name] != first[name]} == {"train", "heads"}
-    pipeline.train(load_recipe(tiny, more))
+    pipeline.train(load_recipe(trained, more))
     assert ids(root) == second
     # Without it the same steps are trained from the start.
-    pipeline.train(load_recipe(tiny, more[:1]))
+    pipeline.train(load_recipe(trained, more[:1]))
     assert len(read_manifest(root / "heads").metrics["schedules"]) == 1
     assert ids(root)["train"] not in (first["train"], second["train"])
 
 
 def test_a_training_that_its_epochs_ended_goes_on_by_more_of_them(
-    tiny: Path, tmp_path: Path
+    trained: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "runs" / "tiny"
-    pipeline.train(load_recipe(tiny, ["train.epochs=1"]))
+    pipeline.train(load_recipe(trained, ["train.epochs=1"]))
     assert read_manifest(root / "heads").metrics["steps"] == 6
     more = ["train.max_steps=20", "train.extend=true"]
     with pytest.raises(StageError, match=r"train\.epochs 1 ended the earlier training after 6 st"):
-        pipeline.train(load_recipe(tiny, ["train.epochs=1", *more]))
-    pipeline.train(load_recipe(tiny, ["train.epochs=2", *more]))
+        pipeline.train(load_recipe(trained, ["train.epochs=1", *more]))
+    pipeline.train(load_recipe(trained, ["train.epochs=2", *more]))
     metrics = read_manifest(root / "heads").metrics
     bounds = [(of["epochs"], of["steps"]) for of in metrics["schedules"]]
     assert bounds == [(1.0, 6), (2.0, 12)] and metrics["steps"] == 12
 
 
-def test_a_training_that_time_ended_goes_on_by_more_of_it(tiny: Path, tmp_path: Path) -> None:
+def test_a_training_that_time_ended_goes_on_by_more_of_it(trained: Path, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "tiny"
     timed = ["train.max_steps=100000", "train.eval_every=null", "train.max_seconds=1"]
-    pipeline.train(load_recipe(tiny, timed))
+    pipeline.train(load_recipe(trained, timed))
     (first,) = read_manifest(root / "heads").metrics["schedules"]
     longer = [*timed[:2], "train.max_seconds=3", "train.extend=true"]
-    pipeline.train(load_recipe(tiny, longer))
+    pipeline.train(load_recipe(trained, longer))
     metrics, found = read_manifest(root / "heads").metrics, ids(root)
     assert [of["max_seconds"] for of in metrics["schedules"]] == [1.0, 3.0]
     assert first["steps"] < metrics["steps"] < 100_000 and metrics["seconds"] >= 3
-    pipeline.train(load_recipe(tiny, longer))
+    pipeline.train(load_recipe(trained, longer))
     assert ids(root) == found
     with pytest.raises(StageError, match=r"fewer than 100000 steps and at most 0\.5 s whose other"):
-        pipeline.train(load_recipe(tiny, [*longer, "train.max_seconds=0.5"]))
+        pipeline.train(load_recipe(trained, [*longer, "train.max_seconds=0.5"]))
     # More steps after a training that no time bounded, within one: it has taken less.
-    pipeline.train(load_recipe(tiny))
     pipeline.train(
-        load_recipe(tiny, ["train.max_steps=20", "train.max_seconds=600", "train.extend=true"])
+        load_recipe(trained, ["train.max_steps=20", "train.max_seconds=600", "train.extend=true"])
     )
     schedules = read_manifest(root / "heads").metrics["schedules"]
     assert [of["max_seconds"] for of in schedules] == [None, 600.0]
@@ -151,7 +170,7 @@ def test_a_training_that_time_ended_goes_on_by_more_of_it(tiny: Path, tmp_path: 
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_checkpoints_are_chosen_by_the_present_settings_of_decoding(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
     """Of a training that was interrupted, or goes on, after others had measured some of them."""
 
@@ -167,11 +186,10 @@ def test_checkpoints_are_chosen_by_the_present_settings_of_decoding(
                 lambda self, *given: (die if self.state.global_step == 16 else true)(self, *given),
             )  # fmt: skip
             with pytest.raises(KeyboardInterrupt):
-                pipeline.train(load_recipe(tiny, more))
+                pipeline.train(load_recipe(trained, more))
         else:
-            pipeline.train(load_recipe(tiny))
             more.append("train.extend=true")
-    pipeline.train(load_recipe(tiny, [*more, "decode.tree=chain:1"]))
+    pipeline.train(load_recipe(trained, [*more, "decode.tree=chain:1"]))
     root = tmp_path / "runs" / "tiny"
     info = json.loads((root / "train" / "stage.json").read_text())["info"]
     assert info["evaluation"]["tree"] == "chain:1" and {"12", "16"} <= info["evaluated"].keys()
@@ -182,7 +200,7 @@ def test_checkpoints_are_chosen_by_the_present_settings_of_decoding(
     assert metrics["tau"] == best["tau"] == info["evaluated"][str(metrics["best_step"])]["tau"]
 
 
-def test_files_that_changed_are_read_again(tiny: Path, tmp_path: Path) -> None:
+def test_files_that_changed_are_read_again(trained: Path, tmp_path: Path) -> None:
     root, text = tmp_path / "runs" / "tiny", tmp_path / "corpus.jsonl"
 
     def write(word: str) -> None:
@@ -190,10 +208,9 @@ def test_files_that_changed_are_read_again(tiny: Path, tmp_path: Path) -> None:
         text.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("first")
-    pipeline.train(load_recipe(tiny))
     target = tmp_path / "target"
     shutil.copytree(root / "target", target)
-    recipe = load_recipe(tiny, [
+    recipe = load_recipe(trained, [
         "name=other", f"corpus.source={text}", "target.scratch=null", f"target.model={target}",
     ])  # fmt: skip
     pipeline.train(recipe)
@@ -270,7 +287,7 @@ def test_the_artifact_is_whole_and_measured(pictured: Path, tmp_path: Path) -> N
     assert torch.equal(found, target.generate(prompt, max_new_tokens=12, do_sample=False))
 
 
-def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_adds_the_benchmark(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = pytest.importorskip("headstart.infer.measure.bench")
     calls = []
 
@@ -281,7 +298,7 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     measure = bench.bench
     monkeypatch.setattr(bench, "bench", counted)
     monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model: True)
-    recipe = load_recipe(tiny)
+    recipe = load_recipe(trained)
     report = pipeline.run(recipe)
     assert report["artifact"] == str(recipe.folder / "heads")
     assert set(report["stage_seconds"]) == {*STAGES, "bench"}
@@ -289,13 +306,13 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     json.dumps(report, allow_nan=False)
     assert pipeline.run(recipe) == report and len(calls) == 1
     more = ["decode.prompts=2", "decode.sampled=0.7", "target.scratch.expected_loss=1"]
-    recipe = load_recipe(tiny, more[:2])
+    recipe = load_recipe(trained, more[:2])
     first, sampled = ids(recipe.folder), pipeline.run(recipe)["sampled"]
     assert len(calls) == 3 and ids(recipe.folder) == first
     assert all(speculator.target.compile == "packed" for speculator, *_ in calls)
     assert sampled["temperature"] == 0.7 and sampled["rule"] == "coupled"
     assert sampled["identical_to_plain"] and "generate_ms_per_token" not in sampled
-    report = pipeline.run(load_recipe(tiny, more))
+    report = pipeline.run(load_recipe(trained, more))
     assert report["target_loss"] > report["expected_loss"] == 1.0
 
 
