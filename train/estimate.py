@@ -200,10 +200,6 @@ class _Arithmetic:
             assumed=asdict(self.assumed),
         )
 
-    @property
-    def four_bit(self) -> bool:
-        return self.recipe.target.dtype == "4bit"
-
     def _memory(self) -> dict[str, float]:
         train, weights = self.recipe.train, self.weight_bytes
         tokens = train.batch_size * self.room
@@ -265,7 +261,7 @@ class _Arithmetic:
 
     def _hours(self) -> dict[str, float]:
         assumed, hardware, train = self.assumed, self.hardware, self.recipe.train
-        slower = assumed.quantized if self.four_bit else 1.0
+        slower = assumed.quantized if self.recipe.target.dtype == "4bit" else 1.0
         if not self.drafter.learns():
             return {"writing": 0.0, "training": 0.0}
         distill, peak = self.recipe.distill, hardware.tflops * 1e12

@@ -168,14 +168,10 @@ def batch_loader(rows: Rows, batches: Batches, workers: int = 0, pin: bool = Fal
     return DataLoader(
         _Reader(rows, batches.packs is not None, workers),
         batch_sampler=batches,
-        collate_fn=_as_it_is,
+        collate_fn=lambda batch: batch,  # as it is
         pin_memory=pin and not workers,
         generator=torch.Generator(),  # it draws, and must not from what training draws from
     )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def read_ahead(

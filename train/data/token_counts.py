@@ -79,7 +79,8 @@ def count_tokens(source: Path, tokenizer: Any, vocabulary: int, **choice: Any) -
     texts: Rows | list[Document]
     if holds_shards(source):
         texts = Rows.load(source)
-        found = _of_rows(texts)
+        rows = map(texts.row, range(len(texts)))
+        found = (row.tokens[row.supervised] for row in rows)
     else:
         own = source / "train.jsonl"
         texts = read_documents(own if is_indexed(own) else source, answers=True)
@@ -95,12 +96,6 @@ def count_tokens(source: Path, tokenizer: Any, vocabulary: int, **choice: Any) -
         raise CorpusError(f"{source} holds no text; expected texts, prompts or chats.")
     others, tenth = torch.from_numpy(counts)
     return TokenCounts(others, tenth, **choice)
-
-
-def _of_rows(rows: Rows) -> Iterator[np.ndarray]:
-    for number in range(len(rows)):
-        row = rows.row(number)
-        yield row.tokens[row.supervised]
 
 
 def _of_documents(documents: list[Document], tokenizer: Any) -> Iterator[np.ndarray]:
