@@ -247,5 +247,5 @@ def _run(argv: Sequence[str] | None) -> int:
             return options.run(options)
         with CtrlC(message):
             return options.run(options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(message) from None
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(str(error) or message) from None

@@ -63,12 +63,14 @@ def run(options: argparse.Namespace) -> int:
     folder = None if options.report == "none" else check_folder(Path(options.report))
     questions = check_matrix(matrix, options)  # before torch and any model are loaded
     from headstart.reports.bench_report import write_bench_report
+    from headstart.train.processes.stopping import after_ctrl_c_it_goes_on
 
     with quiet_stdout():
         prepared = prepare(matrix, options, questions)
         tell(prepared.early)
-        measured = measure(prepared, matrix)
-        page = folder and write_bench_report(measured, folder)
+        with after_ctrl_c_it_goes_on():
+            measured = measure(prepared, matrix)
+            page = folder and write_bench_report(measured, folder)
     title, notes = "headstart bench", measured.notes
     if len(measured.reports) == 1:
         report = measured.reports[0] | {"notes": notes}

@@ -112,7 +112,7 @@ class CtrlC:
 
 @contextmanager
 def after_ctrl_c_it_goes_on() -> Iterator[None]:
-    """While a `with` block lasts, no `CtrlC` ends the process: a chat goes on after Ctrl-C."""
+    """While a `with` block lasts, no `CtrlC` ends the process: something is to be done first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
