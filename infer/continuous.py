@@ -361,6 +361,8 @@ class Stream:
 
     def _commit(self, rows: Tensor, features: Tensor, root: Tensor, position: Tensor) -> None:
         """Let rows [R] begin the next round with a root [R, 1], after features [R, 1, F]."""
+        for each in self.request.unseen:
+            each.count = each.count.index_fill(0, rows, 0)
         old = self.request.committed
         width = old.tokens.shape[1]
         if old.features.shape[-1] != features.shape[-1]:

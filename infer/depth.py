@@ -9,6 +9,7 @@ only rules take part under which it is that of plain decoding.
 The same idea is in Liu et al. 2024 (arXiv 2406.14066), which calls tokens per second goodput.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
@@ -38,6 +39,9 @@ class RoundTimes:
     Args:
         levels: the trees that rounds grow, by depth.
         warm: so many rounds of each level are not timed.
+
+    Attributes:
+        seconds: of a round of each level; where it never ran, as expected from those above it.
     """
 
     def __init__(self, levels: Sequence[Policy], warm: int = 1):
@@ -45,6 +49,7 @@ class RoundTimes:
         self._tries = np.full(levels[-1].max_depth, _PRIOR)  # [D]
         self._hits = _UNKNOWN * self._tries
         self._timed = [deque[float](maxlen=_WINDOW) for _ in levels]
+        self.seconds = [math.inf] * len(levels)
         self._runs, self._last, self._rounds = [0] * len(levels), [0] * len(levels), 0
 
     @property
@@ -68,17 +73,18 @@ class RoundTimes:
                 self._timed[level].clear()
             self._last[level] = self._rounds
             self._timed[level].append(seconds)
+            self.seconds[level] = median_low(self._timed[level])
+            for deeper in range(max(level + 1, 3), len(self.levels)):
+                if not self._timed[deeper]:
+                    self.seconds[deeper] = self._expected(deeper)
 
-    @property
-    def seconds(self) -> np.ndarray:
-        """[levels] of a round; of a level that never ran, by how much the two above it differ."""
-        found = np.array([median_low(each) if each else np.inf for each in self._timed])
-        for level in range(3, len(found)):
-            if not self._timed[level]:
-                one, two, own = (self.levels[n].max_depth for n in (level - 2, level - 1, level))
-                more = max(found[level - 1] - found[level - 2], 0.0) * (own - two) / (two - one)
-                found[level] = found[level - 1] + more
-        return found
+    def _expected(self, level: int) -> float:
+        """Seconds of a round of a level that never ran, by how much the two above it differ."""
+        one, two, own = (self.levels[n].max_depth for n in (level - 2, level - 1, level))
+        before, last = self.seconds[level - 2 : level]
+        if math.isinf(last):
+            return last
+        return last + max(last - before, 0.0) * (own - two) / (two - one)
 
     def untimed(self, first: int) -> int | None:
         """The deepest of the first three levels, from `first` on, that is not timed; or None."""
@@ -89,10 +95,12 @@ class RoundTimes:
 
     def stale(self, first: int) -> int | None:
         """A level from `first` on that is to be timed anew: seldom, where that costs much."""
+        if self._rounds % _WINDOW:
+            return None
         known = [level for level in range(first, len(self.levels)) if self._timed[level]]
-        seconds = self.seconds
+        least = min(self.seconds[level] for level in known)
         for level in known:
-            cost = seconds[level] / seconds[known].min()
+            cost = self.seconds[level] / least
             if self._rounds - self._last[level] > cost * (len(known) - 1) / _ANEW:
                 return level
         return None
@@ -112,6 +120,7 @@ class DepthChoice:
         self._depths = np.array([level.max_depth for level in times.levels])
         self._hits, self._tries = np.zeros((2, 0, 0))  # [B, D]
         self._accepted = False  # whether most rows accepted what the last round drafted
+        self._tokens: dict[bytes, list[float]] = {}  # by the rows that go on, see `_expected`
 
     def begin(self, rows: Sequence[int], batch: int) -> None:
         """These rows, of so many, begin a text."""
@@ -119,6 +128,7 @@ class DepthChoice:
         if len(self._hits) != batch:
             self._hits, self._tries = np.zeros((2, batch, len(accepted)))
         self._hits[where], self._tries[where] = _PRIOR * accepted, _PRIOR
+        self._tokens.clear()
 
     def next(self, going: np.ndarray) -> Policy:
         """The tree of the next round, of which these rows [B] bool are part."""
@@ -131,11 +141,13 @@ class DepthChoice:
         if (level := times.untimed(first)) is not None or (level := times.stale(first)) is not None:
             return level
         seconds = times.seconds
-        rate = self._expected(going)[self._depths] / seconds  # [levels]
+        tokens = self._tokens.get(key := going.tobytes())
+        if tokens is None:
+            tokens = self._tokens[key] = self._expected(going)[self._depths].tolist()
         waited = self._plain_rounds * _TRIED > seconds[1] / seconds[0] - 1.0
         if self._accepted or waited or self._plain_rounds >= PLAIN_ROUNDS:
             first = 1
-        return first + int(np.argmax(rate[first:]))
+        return max(range(first, len(tokens)), key=lambda level: tokens[level] / seconds[level])
 
     def _expected(self, going: np.ndarray) -> np.ndarray:
         """[D + 1] tokens that a round of depth 0 … D is expected to emit."""
@@ -152,14 +164,18 @@ class DepthChoice:
         """A round with a tree took so long, and accepted paths of `nodes` [B], root counted."""
         level = self._numbers[id(tree)]
         self.times.add(level, seconds)
+        self._accepted = False
+        if not level:
+            return
+        self._tokens.clear()
         depth = np.arange(1, tree.max_depth + 1)
         tried = (nodes[:, None] >= depth) & going[:, None]  # [B, D of the tree]
         hit = nodes[:, None] > depth
-        self._accepted = level > 0 and 2 * (hit & tried)[:, 0].sum() > going.sum()
+        self._accepted = bool(2 * (hit & tried)[:, 0].sum() > going.sum())
         hits, tries = self._hits[:, : len(depth)], self._tries[:, : len(depth)]
         hits[tried] = hits[tried] * _DECAY + hit[tried]
         tries[tried] = tries[tried] * _DECAY + 1.0
-        if level:  # what is known of greater depths is forgotten
-            self._hits[:, len(depth) :] *= _DECAY
-            self._tries[:, len(depth) :] *= _DECAY
+        # What is known of greater depths is forgotten.
+        self._hits[:, len(depth) :] *= _DECAY
+        self._tries[:, len(depth) :] *= _DECAY
         self.times.note(tried, hit)

@@ -80,6 +80,7 @@ class Request:
         logprobs: how many of the most likely tokens are told at each place, with log-probabilities;
             None where no request asks for any.
         offset: [B, A], from a root's position to the text's columns of the tokens after it.
+        unseen: what was committed before plain rounds, which drafters are yet to see.
         alive: [B] int64, 1 for rows that go on and 0 for those that have ended, where rounds start
             before the last one's tokens are checked; else None.
     """
@@ -104,6 +105,7 @@ class Request:
     offset: Tensor = field(init=False)
     alive: Tensor | None = field(init=False, default=None)
     depth: DepthChoice | None = field(init=False, default=None)
+    unseen: list[Committed] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = self.target.device
@@ -204,4 +206,4 @@ class Request:
             stacklevel=2,
         )
         self.drafters, self.states, self.policy = DrafterGroup(), [], ROOT_ONLY
-        self.depth = None
+        self.depth, self.unseen = None, []

@@ -78,13 +78,12 @@ def run_round(
         longest: a bound on the roots' positions; even: whether all of them stand there.
     """
     drafter = proposer(within_forms(request, check or request.drafters))
-    before = request.committed
-    tree = policy.grow(drafter, request.states, before, request.children)
+    before = [*request.unseen, request.committed]
+    request.unseen = before if policy.nodes == 1 and request.drafters.members else []
+    committed = request.committed if request.unseen else Committed.of_rounds(before)
+    tree = policy.grow(drafter, request.states, committed, request.children)
     logits, features = request.target.verify(tree, request.lengths, longest, even)
-    committed, report = accept_and_commit(request, tree, logits, features, check)
-    if policy.nodes == 1 and request.drafters.members:  # which have not seen what was there before
-        committed = before.then(committed)
-    return committed, report
+    return accept_and_commit(request, tree, logits, features, check)
 
 
 def within_forms(request: Request, group: DrafterGroup | ProposalCheck) -> Any:

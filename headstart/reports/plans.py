@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from headstart.infer.trees.paths import RankPaths
+
 from .measured import shown
 from .tables import column_table, grid, print_apart, titled
 
@@ -47,8 +49,10 @@ def said_of_plan(plan: Plan) -> str:
     best = plan.candidates[0]
     fast = _times(best)
     if plan.tree:
+        label = RankPaths(plan.tree).label  # as bench and inspect call it
+        also = "" if label == plan.policy else f" ({label})"
         return (
-            f"{where}, {plan.policy} decodes fastest: it is expected to write {plan.tau:.2f} "
+            f"{where}, {plan.policy}{also} decodes fastest: it is expected to write {plan.tau:.2f} "
             f"tokens per round and to decode {fast} as fast as plain decoding."
         )
     return (

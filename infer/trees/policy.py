@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, TokenTree
 from headstart.heads.group import members
@@ -32,21 +32,29 @@ class Committed:
         """[B, 1], the last committed token."""
         return self.tokens[:, -1:]
 
-    def then(self, one: Committed) -> Committed:
-        """Both, for drafters that have seen neither; the second has a token for each row, or none.
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Committed]) -> Committed:
+        """What several rounds committed, one after another, all but the first a token a row.
 
         >>> features, numbers = torch.ones(1, 2, 4), torch.tensor([[1], [7]])
         >>> first = Committed(features, torch.tensor([[5, 5]]), *numbers)
-        >>> both = first.then(Committed(features[:, :1], torch.tensor([[6]]), *numbers))
-        >>> both.tokens.tolist(), both.count.tolist()
+        >>> both = [first, Committed(features[:, :1], torch.tensor([[6]]), *numbers)]
+        >>> found = Committed.of_rounds(both)
+        >>> found.tokens.tolist(), found.count.tolist()
         ([[5, 6, 6]], [2])
         """
-        columns = torch.arange(self.tokens.shape[1] + 1, device=self.tokens.device)
-        first = columns < self.count.unsqueeze(1)  # [B, A + 1]
-        tokens = torch.where(first, pad(self.tokens, (0, 1)), one.tokens)
-        features = pad(self.features, (0, 0, 0, 1))
-        features = torch.where(first.unsqueeze(-1), features, one.features)
-        return Committed(features, tokens, self.count + one.count, one.lengths)
+        if len(rounds) == 1:
+            return rounds[0]
+        first, last = rounds[0], rounds[-1]
+        tokens = torch.cat([each.tokens for each in rounds], 1)  # [B, A]
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        skipped = first.tokens.shape[1] - first.count.unsqueeze(1)  # [B, 1]
+        columns = torch.where(columns < first.count.unsqueeze(1), columns, columns + skipped)
+        columns = columns.clamp(max=tokens.shape[1] - 1)  # [B, A]
+        features = torch.cat([each.features for each in rounds], 1)
+        wide = columns.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        count = torch.stack([each.count for each in rounds]).sum(0)
+        return cls(features.gather(1, wide), tokens.gather(1, columns), count, last.lengths)
 
 
 class Policy(ABC):
