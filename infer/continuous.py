@@ -308,15 +308,12 @@ class Stream:
             self._run_prompts(rows, some)
         if not new:
             return
-        filled = free[: len(new)]
         every = [own.prompt for own in self._rows if own is not None]
         note_rows(self.request.sampling.processors or (), [each.settings for each in every])
         told = [each.logprobs for each in every if each.logprobs is not None]
         # A power of two, since rounds of each number are captured by themselves.
         vocabulary = self.request.target.vocabulary
         self.request.logprobs = min(_power_of_two(max(told)), vocabulary) if told else None
-        if self.request.depth is not None:
-            self.request.depth.begin(filled, len(self._rows))
         if self._begun:
             self.decoding.runner.refill()
         else:

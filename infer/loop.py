@@ -103,8 +103,6 @@ class Decoding:
         request.committed = Committed(features, root, torch.ones_like(count), last)
         request.committed, packed = accept_and_commit(request, tree, logits.unsqueeze(1), features)
         emitted = self._take(packed.cpu().numpy(), ROOT_ONLY)
-        if request.depth is not None:
-            request.depth.begin(range(batch), batch)
         self.runner.begin()
         return emitted
 

@@ -127,7 +127,7 @@ class Request:
 
     def next_policy(self) -> Policy:
         """What grows the next round's tree: the policy, or a level of it where it is adaptive."""
-        return self.policy if self.depth is None else self.depth.next(self.rows.remaining > 0)
+        return self.policy if self.depth is None else self.depth.next()
 
     def start_text(self, prompts: Tensor, pads: np.ndarray, vocabulary: int) -> None:
         """Take prompts [B, P], padded by `pads` [B] on the left, for the text so far."""

@@ -27,7 +27,7 @@ def followed(share: float, rounds: int, choice: DepthChoice, seed: int = 0) -> l
     """The depths of the rounds of a text, in which every node is accepted with that probability."""
     rng, found, going = random.Random(seed), [], np.array([True])
     for _ in range(rounds):
-        tree = choice.next(going)
+        tree = choice.next()
         found.append(tree.max_depth)
         nodes = 1
         while nodes <= tree.max_depth and rng.random() < share:
@@ -37,9 +37,7 @@ def followed(share: float, rounds: int, choice: DepthChoice, seed: int = 0) -> l
 
 
 def chooser(plain: bool = True) -> DepthChoice:
-    choice = DepthChoice(RoundTimes(LEVELS.levels), plain)
-    choice.begin([0], 1)
-    return choice
+    return DepthChoice(RoundTimes(LEVELS.levels), plain)
 
 
 def test_small_depths_are_timed_first() -> None:
@@ -82,7 +80,9 @@ def test_plain_rounds_are_followed_by_one_that_drafts(monkeypatch: pytest.Monkey
     monkeypatch.setitem(SECONDS, 1, 5.0)
     assert longest(followed(0.0, 200, chooser())) == PLAIN_ROUNDS
     assert 0 not in followed(0.0, 100, chooser(plain=False))
-    assert choice.times.accepted[0] < 0.3  # the next text begins with what is known of this one
+    assert (
+        choice.times.shares.values[0] < 0.3
+    )  # the next text begins with what is known of this one
 
 
 def test_old_times_are_measured_anew() -> None:
@@ -93,16 +93,13 @@ def test_old_times_are_measured_anew() -> None:
 
 
 def test_rows_are_weighed_together() -> None:
-    choice = DepthChoice(RoundTimes(LEVELS.levels))
-    choice.begin([0, 1], 2)
-    for level in LEVELS.levels:
-        for _ in range(5):
-            nodes = np.array([level.max_depth + 1, 1])  # one row accepts all, the other nothing
-            choice.note(level, nodes, np.array([True, True]), SECONDS[level.max_depth])
-    assert choice.next(np.array([True, False])).max_depth == 7
-    assert choice.next(np.array([False, True])).max_depth == 0
-    choice.begin([1], 2)  # a new text in that row
-    assert choice.next(np.array([False, True])).max_depth > 0
+    for rows, best in (([8, 1], 7), ([8, *[1] * 9], 0), ([2, 4, 4, 1], 3)):
+        choice, nodes = chooser(), np.array(rows)
+        for level in LEVELS.levels[::-1] * 20:
+            own = nodes.clip(max=level.max_depth + 1)
+            choice.note(level, own, nodes > 0, SECONDS[level.max_depth])
+            choice.note(level, own, nodes < 0, SECONDS[level.max_depth])  # no row is left
+        assert choice.next().max_depth == best
 
 
 @pytest.fixture
@@ -110,7 +107,7 @@ def at_random(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Depths are drawn at random; returns those of all rounds since."""
     rng, found = random.Random(7), list[int]()
 
-    def draw(self: DepthChoice, going: np.ndarray) -> Any:
+    def draw(self: DepthChoice) -> Any:
         level = self.times.levels[rng.choice(range(self._first, len(self.times.levels)))]
         found.append(level.max_depth)
         return level
