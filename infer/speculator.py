@@ -181,6 +181,11 @@ class Speculator(DecodingMethod):
         for each in self.trees.values():
             record.check_tree(each)
             each.check(self.drafter, self.expansion)  # type: ignore[arg-type]
+            if isinstance(each, AdaptiveTree) and in_parts(target) and not leads(target):
+                raise OptionError(
+                    f"the target's layers are divided among processes, and with tree {each.label} "
+                    "each would choose depths by its own clock; give a tree without adaptive."
+                )
         self.stats = Stats()
         self._runs = {"attention": attention, "compile": compile, "fused": fused}
         self._captures, self.prefix_caching = graphs, prefix_caching

@@ -3,7 +3,7 @@
 import pytest
 
 from headstart.heads import OptionError
-from headstart.infer import Speculator, parse_tree
+from headstart.infer import Speculator, parse_tree, speculator
 from headstart.infer.trees.shapes import check_grown_by
 from headstart.infer.trees.texts import read_tree
 from tests.support.families import drafter, target
@@ -50,6 +50,13 @@ def test_a_part_of_a_union_is_not_adapted_alone() -> None:
     check_grown_by(read_tree("adaptive:chain:2+chain:3"), [2, 3])
     with pytest.raises(OptionError, match="is 3 deep, but the drafter proposes 2 tokens"):
         check_grown_by(read_tree("adaptive:chain:3"), [2])
+
+
+def test_processes_that_each_decode_choose_no_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forwards wait for each other, so all of them must verify the same tree."""
+    monkeypatch.setattr(speculator, "in_parts", lambda model: True)
+    with pytest.raises(OptionError, match="each would choose depths by its own clock"):
+        Speculator(target("tiny"), drafter("medusa", "tiny"), tree="adaptive:chain:3")
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "block", "typical"])
