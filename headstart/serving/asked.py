@@ -82,10 +82,10 @@ def check_fields(body: Body, known: Collection[str]) -> None:
     Raises:
         ValueError: the name of a field that is neither there nor in `EXTRA`, and what to do.
 
-    >>> check_fields({"prompt": "Hi", "min_tokens": 2}, {"prompt"})
+    >>> check_fields({"prompt": "Hi", "min_tokens": 2}, {"prompt"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: 'min_tokens' is no field of this endpoint; give min_new_tokens in generation_config
+    headstart.serving.shapes.Refused: 'min_tokens' is no field of this endpoint; give ...
     """
     for name in body.keys() - known - set(EXTRA):
         setting = name if name in SETTINGS else _OTHER_NAMES.get(name)
@@ -114,7 +114,7 @@ def check_asked(body: Body, template: Any, vocabulary: int | None = None) -> Non
     >>> check_asked({"prompt": "Hi", "max_tokens": 0}, None)
     Traceback (most recent call last):
     ...
-    ValueError: max_tokens is 0; expected a whole number from 1
+    headstart.serving.shapes.Refused: max_tokens is 0; expected a whole number from 1
     """
     check_shapes(body)
     for name, (holds, wanted) in FIELDS.items():

@@ -135,7 +135,7 @@ def check_settings(body: Mapping[str, Any], vocabulary: int | None) -> None:
     >>> check_settings({"generation_config": '{"top_k": "5"}'}, 10)
     Traceback (most recent call last):
     ...
-    ValueError: generation_config.top_k is '5'; expected a whole number from 0
+    headstart.serving.shapes.Refused: generation_config.top_k is '5'; expected a whole number from 0
     """
     if "generation_config" not in body:
         return

@@ -85,7 +85,7 @@ def check_shapes(body: Mapping[str, Any]) -> None:
     >>> check_shapes({"messages": "Hi"})
     Traceback (most recent call last):
     ...
-    ValueError: messages is 'Hi'; expected a list of messages
+    headstart.serving.shapes.Refused: messages is 'Hi'; expected a list of messages
     """
     for name, (kind, wanted) in _FIELDS.items():
         value = body.get(name)
@@ -146,10 +146,10 @@ def check_text(body: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the name of the field that holds one.
 
-    >>> check_text({"prompt": "a\\ud800"})
+    >>> check_text({"prompt": "a\\ud800"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: prompt holds half of a surrogate pair, which is no text; send whole characters
+    headstart.serving.shapes.Refused: prompt holds half of a surrogate pair, ...
     """
     for name, value in body.items():
         if not is_utf8(name):
