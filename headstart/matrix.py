@@ -85,7 +85,8 @@ class Matrix:
 
 
 def trees_of(matrix: Matrix, count: int) -> list[str]:
-    """The trees that so many drafters grow together: those with a part for each, and `plain`."""
+    """The trees that so many drafters grow together: those with a part for each, and `plain`; and
+    `adaptive`, which is made of their own."""
     from headstart.infer.trees.shapes import ADAPTIVE
     from headstart.infer.trees.texts import read_tree
 

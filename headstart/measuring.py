@@ -150,14 +150,14 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
         )
         loaded.append(more)
     names = _names(sources)
+    sets = [
+        (name, each, of, tree)
+        for name, each, of in zip(names, loaded, sources, strict=True)
+        for tree in trees_of(matrix, len(of)) or [None]
+    ]
     ways: dict[float, dict[str, Way]] = {each: {} for each in matrix.temperatures}
     for temperature in matrix.temperatures:
         rules = matrix.rules or [None]
-        sets = [
-            (name, each, of, tree)
-            for name, each, of in zip(names, loaded, sources, strict=True)
-            for tree in trees_of(matrix, len(of)) or [None]
-        ]
         for (name, each, of, tree), rule in itertools.product(
             sets, rules if temperature > 0 else rules[:1]
         ):

@@ -151,7 +151,8 @@ def load(
     if compile == AUTO:
         compile = way_to_run(model, compile, in_place and by_name) or False
     ours: list[Any] = [model] if by_name else []  # what nobody else holds
-    sources, trees = [*drafters], list[dict[Kind, Any]]([{USUAL: None} for _ in drafters])
+    sources = [*drafters]
+    trees: list[dict[Kind, Any]] = [{USUAL: None} for _ in drafters]
     for number, source in enumerate(sources):
         if isinstance(source, Drafter):
             continue

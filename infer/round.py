@@ -78,9 +78,11 @@ def run_round(
         longest: a bound on the roots' positions; even: whether all of them stand there.
     """
     drafter = proposer(within_forms(request, check or request.drafters))
-    before = [*request.unseen, request.committed]
-    request.unseen = before if policy.nodes == 1 and request.drafters.members else []
-    committed = request.committed if request.unseen else Committed.of_rounds(before)
+    before, committed = [*request.unseen, request.committed], request.committed
+    if policy.nodes == 1 and request.drafters.members:  # a plain round between others
+        request.unseen = before
+    else:
+        request.unseen, committed = [], Committed.of_rounds(before)
     tree = policy.grow(drafter, request.states, committed, request.children)
     logits, features = request.target.verify(tree, request.lengths, longest, even)
     return accept_and_commit(request, tree, logits, features, check)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,15 +122,15 @@ def _print(
     names = tuple(n for n in names if n != "in use by" or any(row[n] for row in rows))
     table = column_table(names, figures, gap=1)
     # What NAME and --remove take: other columns of text give way first, and no figure is cut.
-    across = shutil.get_terminal_size().columns
-    room = max(16, across - 36)
+    console = titled(sys.stdout, title)
+    room = max(16, console.width - 36)
     table.columns[0].width = min(room, max((len(row[names[0]]) for row in rows), default=5))
-    if across < 80:
+    if console.width < 80:
         when = next(at for at, name in enumerate(names) if name.endswith("finished"))
         table.columns[when].width = len("2026-11-29")  # above its time
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in (*names, *figures)))
-    print_apart(titled(sys.stdout, title), table)
+    print_apart(console, table)
 
 
 def _cell(value: Any) -> str:

@@ -74,7 +74,8 @@ class CtrlC:
     Python raises KeyboardInterrupt between two of its own instructions, and one of them may be a
     product or a file that takes long. The system tells a thread at once, which waits for a moment
     and then ends the process. Training says that it goes on to the end of its step, and is ended by
-    the second Ctrl-C. A chat is not ended, see `after_ctrl_c_it_goes_on`.
+    the second Ctrl-C. What has something to do first, such as a chat, is not ended, see
+    `after_ctrl_c_it_goes_on`.
 
     Args:
         message: what is true of an interrupted command.
